@@ -1,0 +1,39 @@
+# Every target sets up .venv by itself. PYTHON chooses the interpreter: make run PYTHON=/usr/bin/python3.11
+PYTHON ?= python3.11
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: run test check ui serve bench clean
+.DELETE_ON_ERROR:
+
+run: $(READY)            ## the whole pipeline; a second time, with nothing changed, it does no work
+	@$(BIN)/python -m flows.pipeline
+
+test: $(READY)           ## the test suite
+	$(BIN)/python -m pytest
+
+check: $(READY)          ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+ui: $(READY)             ## the MLflow UI, http://127.0.0.1:5000
+	$(BIN)/python -m flows.ui
+
+serve: $(READY)          ## Prefect server, worker and schedules, http://127.0.0.1:4200
+	@$(BIN)/python -m flows.serve
+
+bench: $(READY)          ## allocators at equal bits, and bits recounted from bytes
+	$(BIN)/python -m benchmarks bits
+	$(BIN)/python -m benchmarks allocation
+
+clean:                   ## artifacts and resume state; not the environment, not mlruns/, not DVC's cache
+	rm -rf artifacts .state
+
+$(READY): pyproject.toml
+	@echo "setting up .venv: a few minutes, once"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "windquant needs Python 3.11; make PYTHON=<path to it>"; exit 2; }
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@

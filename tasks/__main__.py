@@ -1,0 +1,181 @@
+"""`python -m tasks <stage>`: run one stage in this process. What dvc.yaml calls.
+
+Exit codes: 0 done; 2 the user's to mend (one sentence says what); 130 interrupted; 1 anything else, with a traceback.
+"""
+
+import errno
+import hashlib
+import importlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tasks import store
+from tasks.errors import UserError
+
+log = logging.getLogger("windquant")
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1 or argv[0] not in store.STAGES:
+        print(f"usage: python -m tasks <{'|'.join(store.STAGES)}>", file=sys.stderr)
+        return USER_ERROR
+    stage = argv[0]
+    signal.signal(signal.SIGTERM, _interrupt)
+    log_file = store.state(stage) / "log.txt"
+    _logging(stage, log_file)
+    try:
+        _run(stage, log_file)
+        return 0
+    except UserError as e:
+        log.error("%s", e)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        log.error("interrupted; what is done is kept, the next run goes on from there")
+        return INTERRUPTED
+    except (OSError, MemoryError, RuntimeError) as e:
+        sentence = _resource_sentence(e)
+        if sentence is None:
+            log.error("%s", traceback.format_exc())
+            return 1
+        log.error("%s", sentence)
+        return USER_ERROR
+    except Exception:
+        log.error("%s", traceback.format_exc())
+        return 1
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _logging(stage: str, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # The libraries' own bars and hints would drown ours.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("LOGLEVEL", "ERROR")  # lm-eval's
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(file, mode="w")]
+    handlers[0].setFormatter(logging.Formatter(f"{stage}: %(message)s"))
+    handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for handler in handlers:
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _run(stage: str, log_file: Path) -> None:
+    from tasks import settings, tracking
+    from tasks.job import Record
+
+    params = settings.load()
+    names = {n: asdict(getattr(params, n)) for n in ("common", stage)}
+    print_id = _fingerprint(stage, names)
+    with tracking.run(stage, {"stage": stage} | _provenance(), log_file) as opened:
+        opened.log(Record(params=params.flat("common") | params.flat(stage)))
+        scratch = store.Scratch(stage, print_id)
+        out = store.state(stage) / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        began, cpu = time.time(), _cpu_seconds()
+        record = _stage(stage, params, out, scratch)
+        usage = _usage(time.time() - began, _cpu_seconds() - cpu)
+        record.metrics = usage | record.metrics
+        opened.log(record)
+        shutil.rmtree(store.path(stage), ignore_errors=True)
+        store.path(stage).parent.mkdir(exist_ok=True)
+        os.replace(out, store.path(stage))
+        store.save_json(store.run_record(stage), {"mlflow_run": opened.id} | usage | record.extra)
+        scratch.clear()
+    log.info("done in %.0f s", usage["wall_seconds"])
+
+
+def _stage(stage: str, params: Any, out: Path, scratch: store.Scratch) -> Any:
+    import torch
+
+    from tasks.job import Job
+    from tasks.reach import reach
+
+    if params.common.threads:
+        torch.set_num_threads(params.common.threads)
+    torch.manual_seed(params.common.seed)
+
+    def check_target(model: torch.nn.Module) -> str:
+        dial = reach(model, params.sensitivity.chunk_size)
+        return f"target {dial.target_bits(params.allocate):.4g} effective bits; {dial}"
+
+    module = importlib.import_module(f"tasks.{stage}")
+    return module.run(getattr(params, stage), Job(stage, params.common, out, scratch, check_target))
+
+
+def _fingerprint(stage: str, params: dict[str, Any]) -> str:
+    """Of all that the stage's result depends on: its parameters and the dependencies that dvc.yaml lists."""
+    from ruamel.yaml import YAML
+
+    digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode())
+    dvc = YAML(typ="safe").load(Path("dvc.yaml").read_text())
+    for dep in map(Path, dvc["stages"][stage]["deps"]):
+        if not dep.exists():
+            raise UserError(f"{dep} is missing, which {stage} needs; run `dvc repro {stage}`, which makes it first")
+        digest.update((store.hash_tree(dep) if dep.is_dir() else store.hash_file(dep)).encode())
+    return digest.hexdigest()
+
+
+def _provenance() -> dict[str, str]:
+    """git commit, and hash of the lock file that the run started from."""
+    import subprocess
+
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    lock = Path("dvc.lock")
+    return {
+        "git_sha": done.stdout.strip() or "none",
+        "dvc_lock": store.hash_file(lock) if lock.exists() else "none",
+    }
+
+
+def _cpu_seconds() -> float:
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+
+
+def _usage(wall: float, cpu: float) -> dict[str, float]:
+    import torch
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "wall_seconds": wall,
+        "cpu_hours": cpu / 3600,
+        "gpu_hours": devices * wall / 3600,
+        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if devices else 0.0,
+    }
+
+
+def _resource_sentence(e: BaseException) -> str | None:
+    if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full; free some space and run again, what is done is kept"
+    text = str(e)
+    # safetensors and pyarrow report a full disk in their own exceptions.
+    if "No space left on device" in text or "os error 28" in text:
+        return "the disk is full; free some space and run again, what is done is kept"
+    if isinstance(e, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text:
+        return "memory ran out; close other programs, or lower prepare.window and benchmark.batch_size"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""Models on disk: skeletons without weights, weight sources shard by shard, whole models, tokenizers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tasks.errors import UserError
+from windquant.blocks import Walk, WeightSource
+
+
+def config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    quiet()
+    try:
+        found = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as e:
+        raise UserError(f"{folder} has no config.json that transformers can read: {first_line(e)}") from e
+    vars(found).pop("quantization_config", None)  # ours is read by windquant.checkpoint, a skeleton is dense
+    return found
+
+
+def skeleton(model_config: Any) -> Any:
+    """The causal language model without weights: parameters on the meta device, buffers real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        model.tie_weights()  # parameters put on the meta device one by one are tied no more
+        return model
+    except ValueError as e:
+        raise UserError(f"model_type '{model_config.model_type}' is not a causal language model: {first_line(e)}") from e
+
+
+def shards(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        names = json.loads(index.read_text())["weight_map"]
+        missing = sorted({f for f in names.values() if not (folder / f).exists()})
+        if missing:
+            raise UserError(f"{folder} lacks the shard {missing[0]} that its index names; copy the folder again")
+        return {name: folder / f for name, f in names.items()}
+    if not single.exists():
+        raise UserError(
+            f"{folder} has no model.safetensors; save the model with `save_pretrained` (pickled .bin files are refused)"
+        )
+    with safe_open(single, "pt") as f:
+        return dict.fromkeys(f.keys(), single)
+
+
+def weight_source(folder: Path) -> WeightSource:
+    where = shards(folder)
+
+    def read(wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+        by_file: dict[Path, list[str]] = {}
+        for name, file in where.items():
+            if wanted(name):
+                by_file.setdefault(file, []).append(name)
+        tensors = {}
+        for file, names in by_file.items():
+            with safe_open(file, "pt") as f:
+                tensors |= {n: f.get_tensor(n) for n in names}
+        return tensors
+
+    return read
+
+
+def walk(folder: Path, device: torch.device) -> Walk:
+    return Walk(skeleton(config(folder)), weight_source(folder), device)
+
+
+def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """The whole reference model."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(
+            f"{folder} has no tokenizer that transformers can read; put the model's tokenizer.json and "
+            f"tokenizer_config.json beside its weights"
+        ) from e
+
+
+def quiet() -> None:
+    """No bars from transformers: ours say what is going on."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+def first_line(e: BaseException) -> str:
+    return (str(e).strip() or type(e).__name__).splitlines()[0]

@@ -1,0 +1,118 @@
+"""The distortion table and plans as files: parquet, one row a unit, with a JSON header."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks import store
+from tasks.errors import UserError
+from windquant import units
+from windquant.grids import GRIDS, WIDTHS
+from windquant.units import Matrix, Unit
+
+UNIT_COLUMNS = ("unit", "matrix", "block", "kind", "first_column", "columns", "rows")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The distortion table: D (units, widths) nats, B (units, widths) bytes; header: model_hash, chunk_size,
+    other_bytes (all that is in the model file beside the body)."""
+
+    body: list[Unit]
+    D: Tensor
+    B: Tensor
+    header: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The width of every unit. header: model_hash, chunk_size, target_bits, allocator, seed."""
+
+    body: list[Unit]
+    bits: list[float]
+    header: dict[str, Any]
+
+    def of(self, matrix: str) -> list[float]:
+        return [b for u, b in zip(self.body, self.bits, strict=True) if u.matrix.name == matrix]
+
+    @property
+    def size(self) -> int:
+        return sum(u.size(b) for u, b in zip(self.body, self.bits, strict=True))
+
+    @property
+    def effective_bits(self) -> float:
+        return units.effective_bits(self.size, units.weights_in(self.body))
+
+    def shares(self) -> dict[float, float]:
+        """Share of the weights at each width."""
+        total = units.weights_in(self.body)
+        return {w: sum(u.weights for u, b in zip(self.body, self.bits, strict=True) if b == w) / total for w in WIDTHS}
+
+
+def unit_columns(body: list[Unit]) -> dict[str, list[Any]]:
+    return {
+        "unit": list(range(len(body))),
+        "matrix": [u.matrix.name for u in body],
+        "block": [u.matrix.block for u in body],
+        "kind": [u.matrix.kind for u in body],
+        "first_column": [u.first_column for u in body],
+        "columns": [u.columns for u in body],
+        "rows": [u.matrix.rows for u in body],
+    }
+
+
+def save_distortions(file: Path, table: Table) -> None:
+    widths = {
+        f"{prefix}_{b:g}": values[:, j].tolist()
+        for prefix, values in (("distortion", table.D), ("bytes", table.B))
+        for j, b in enumerate(WIDTHS)
+    }
+    store.save_table(file, unit_columns(table.body) | widths, table.header)
+
+
+def load_distortions(file: Path) -> Table:
+    columns, header = store.load_table(file)
+    D, B = (
+        torch.tensor([columns[f"{prefix}_{b:g}"] for b in WIDTHS], dtype=dtype).T.contiguous()
+        for prefix, dtype in (("distortion", torch.float64), ("bytes", torch.int64))
+    )
+    body = _body(columns, file)
+    if not torch.equal(B, units.sizes(body)):
+        raise UserError(f"{file} counts bytes otherwise than this release; run `dvc repro sensitivity` again")
+    return Table(body, D, B, header)
+
+
+def save_plan(file: Path, plan: Plan, distortion: list[float]) -> None:
+    columns = unit_columns(plan.body) | {
+        "bits": plan.bits,
+        "salient": [0] * len(plan.bits),
+        "bytes": [u.size(b) for u, b in zip(plan.body, plan.bits, strict=True)],
+        "distortion": distortion,
+    }
+    store.save_table(file, columns, plan.header)
+
+
+def load_plan(file: Path) -> Plan:
+    """Raises UserError when the file is not a plan, or one that was changed by hand into something impossible."""
+    columns, header = store.load_table(file)
+    bits = columns.get("bits", [])
+    if not bits or not set(bits) <= set(GRIDS):
+        raise UserError(f"{file} is not a plan: its column `bits` must hold only {', '.join(f'{b:g}' for b in GRIDS)}")
+    return Plan(_body(columns, file), bits, header)
+
+
+def _body(columns: dict[str, list[Any]], file: Path) -> list[Unit]:
+    if not set(UNIT_COLUMNS) <= columns.keys():
+        raise UserError(f"{file} lacks the columns {', '.join(UNIT_COLUMNS)}; run `dvc repro` to make it again")
+    widths: dict[str, int] = {}
+    for name, c in zip(columns["matrix"], columns["columns"], strict=True):
+        widths[name] = widths.get(name, 0) + c
+    return [
+        Unit(Matrix(name, block, rows, widths[name]), first, width)
+        for name, block, rows, first, width in zip(
+            *(columns[c] for c in ("matrix", "block", "rows", "first_column", "columns")), strict=True
+        )
+    ]

@@ -1,0 +1,160 @@
+"""Stage 1: model and text to local, hashed, checked artifacts.
+
+Out: model/ (safetensors, tokenizer), text/<split>.parquet, windows/<split>.safetensors, manifest.json.
+"""
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks import models, preflight, sources, text
+from tasks.config import by_effort
+from tasks.errors import UserError
+from tasks.job import Job, Record
+from tasks.store import hash_tree, save_json, save_table, save_tensors
+
+log = logging.getLogger("windquant")
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """model: the reference. text: calibration, training, validation and test text. eval_text: when given, validation and
+    test come from it and not from `text`. window: tokens of a calibration or training window. calibration_windows: how
+    many. eval_window, eval_stride: tokens of a perplexity window, and their distance (equal: no overlap).
+    """
+
+    model: str = ""
+    text: str = ""
+    eval_text: str | None = None
+    window: int = 512
+    calibration_windows: int | None = by_effort(demo=32, full=128)
+    eval_window: int = 1024
+    eval_stride: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("window", "eval_window", "eval_stride"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name} {getattr(self, name)} is too short: at least 2 tokens")
+        if self.eval_stride > self.eval_window:
+            raise ValueError(f"eval_stride {self.eval_stride} skips tokens: at most eval_window, {self.eval_window}")
+        if self.calibration_windows is not None and self.calibration_windows < 1:
+            raise ValueError(f"calibration_windows {self.calibration_windows} is not at least 1")
+
+
+def run(config: PrepareConfig, job: Job) -> Record:
+    kind, rest = sources.scheme(config.model)
+    sources.scheme(config.text)
+    models.quiet()
+    cache = Path(".state/sources")
+    file = {"hf": sources.hf_model, "path": sources.local, "pypi": lambda r: sources.pypi(r, cache)}[kind](rest)
+    tokenizer, model_config = _check_model(file)
+    skeleton = models.skeleton(model_config)
+    facts = preflight.check(skeleton, config)
+    log.info("preflight: %s", preflight.sentence(facts))
+    log.info("preflight: %s", job.check_target(skeleton))
+    _import_model(file, job.out / "model")
+    articles = _articles(config, cache)
+    windows = _windows(config, articles, tokenizer)
+    for split, ids in windows.items():
+        save_tensors(job.out / "windows" / f"{split}.safetensors", {"ids": ids})
+        columns = {k: [a[k] for a in articles[split]] for k in ("title", "text")}
+        save_table(job.out / "text" / f"{split}.parquet", columns, {"split": split})
+    manifest: dict[str, Any] = facts | {
+        "model": config.model,
+        "model_hash": hash_tree(job.out / "model", "*.safetensors"),
+        "text": config.text,
+        "text_hash": hash_tree(job.out / "text"),
+        "windows_hash": hash_tree(job.out / "windows"),
+        "bos": text.begins_with_bos(tokenizer),
+        "articles": {k: len(v) for k, v in articles.items()},
+        "windows": {k: list(v.shape) for k, v in windows.items()},
+        "eval_stride": config.eval_stride,
+    }
+    save_json(job.out / "manifest.json", manifest)
+    for split, ids in windows.items():
+        log.info("%-11s %4d articles, %5d windows of %d tokens", split, len(articles[split]), *ids.shape)
+    flat = {k: v for k, v in manifest.items() if isinstance(v, str | bool)}
+    return Record(
+        params=flat | {f"windows/{k}": v[0] for k, v in manifest["windows"].items()},
+        metrics={k: float(v) for k, v in facts.items()},
+        files=[job.out / "manifest.json"],
+    )
+
+
+def _check_model(file: Path) -> tuple[Any, Any]:
+    """Tokenizer and config, before anything large is read. file: a folder, or a GGUF file."""
+    if file.is_dir():
+        model_config = models.config(file)
+        models.shards(file)
+        tokenizer = models.tokenizer(file)
+    elif file.suffix == ".gguf":
+        from transformers import AutoConfig, AutoTokenizer
+
+        model_config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    else:
+        raise UserError(f"{file} is no model: give a folder with config.json and safetensors, or a .gguf file")
+    if len(tokenizer) > model_config.get_text_config().vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embeddings {model_config.vocab_size}: "
+            f"they do not belong together; take the tokenizer from the model's own folder"
+        )
+    return tokenizer, model_config
+
+
+def _import_model(file: Path, out: Path) -> None:
+    if file.is_dir():
+        out.mkdir(parents=True)
+        for f in sorted(file.iterdir()):
+            if f.is_file() and f.suffix in (".json", ".safetensors", ".model", ".jinja", ".txt"):
+                shutil.copyfile(f, out / f.name)
+        return
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    log.info("dequantizing %s, about half a minute for 135 M weights", file.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    # The GGUF config survives dequantization and would make save_pretrained refuse.
+    vars(model.config).pop("quantization_config", None)
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
+
+
+def _articles(config: PrepareConfig, cache: Path) -> dict[str, list[dict[str, str]]]:
+    own = _splits(config.text, cache)
+    if config.eval_text is None:
+        return own
+    other = _splits(config.eval_text, cache)
+    return own | {k: other[k] for k in ("validation", "test")}
+
+
+def _splits(source: str, cache: Path) -> dict[str, list[dict[str, str]]]:
+    """A hub dataset's own validation and test splits stand; everything else is split by article."""
+    kind, rest = sources.scheme(source)
+    if kind != "hf":
+        return text.split_articles(text.local_articles(sources.local(rest) if kind == "path" else sources.pypi(rest, cache)))
+    found = text.hub_articles(rest)
+    train = text.split_articles(found["train"] if "train" in found else next(iter(found.values())))
+    return train | {k: found[k] for k in ("validation", "test") if k in found}
+
+
+def _windows(config: PrepareConfig, articles: dict[str, Any], tokenizer: Any) -> dict[str, torch.Tensor]:
+    out = {}
+    for split in articles:
+        evaluation = split in ("validation", "test")
+        length = config.eval_window if evaluation else config.window
+        stride = config.eval_stride if evaluation else config.window
+        out[split] = text.token_windows(articles[split], tokenizer, length, stride, split)
+    wanted = config.calibration_windows or 0
+    if len(out["calibration"]) < wanted:
+        raise UserError(
+            f"the calibration text gives {len(out['calibration'])} windows of {config.window} tokens, "
+            f"prepare.calibration_windows asks for {wanted}; bring more text or lower it"
+        )
+    out["calibration"] = out["calibration"][:wanted]
+    return out

@@ -1,0 +1,54 @@
+"""Stage 3: the distortion table, unit by width, in predicted nats a token.
+
+Out: table.parquet, one row a unit: what it is, and for every width its distortion and its bytes. Its header carries
+what `allocate` needs to know of the model.
+"""
+
+import torch
+
+from tasks import models, progress, store
+from tasks.errors import UserError
+from tasks.job import Job, Record
+from tasks.plans import Table, save_distortions
+from tasks.reach import reach as reach_of
+from tasks.statistics import BlockStatistics
+from windquant import blocks, sensitivity, units
+from windquant.grids import WIDTHS
+from windquant.sensitivity import SensitivityConfig
+
+
+def run(config: SensitivityConfig, job: Job) -> Record:
+    folder = store.path("prepare") / "model"
+    walk = models.walk(folder, job.device)
+    reach = reach_of(walk.model, config.chunk_size)
+    body = units.cut(blocks.matrices(walk.model), reach.chunk_size)
+    report = progress.bar("rounding every unit to every width")
+    tables = []
+    for i in range(len(walk)):
+        name = f"block-{i}"
+        if not job.scratch.has(name):
+            job.scratch.put(name, {"D": _block(walk, i, reach.chunk_size)})
+        tables.append(job.scratch.get(name)["D"])
+        report(i + 1, len(walk))
+    D = torch.cat(tables)
+    header = {
+        "model_hash": store.load_json(store.path("prepare") / "manifest.json")["model_hash"],
+        "chunk_size": reach.chunk_size,
+        "other_bytes": reach.other_bytes,
+    }
+    save_distortions(job.out / "table.parquet", Table(body, D, units.sizes(body), header))
+    totals = {f"distortion_all/{b:g}": float(D[:, j].sum()) for j, b in enumerate(WIDTHS)}
+    return Record(params={"chunk_size": reach.chunk_size, "units": len(body)}, metrics=totals)
+
+
+def _block(walk: blocks.Walk, index: int, chunk_size: int) -> torch.Tensor:
+    statistics = BlockStatistics(index)
+    tables = []
+    with walk.block(index) as block:
+        for name, linear in blocks.linears(block).items():
+            try:
+                H, g = (t.to(walk.device) for t in (statistics.moment(name), statistics.fisher(name)))
+                tables.append(sensitivity.distortions(linear.weight, H, g, chunk_size).cpu())
+            except ValueError as e:
+                raise UserError(f"block {index}, {name}: {e}") from e
+    return torch.cat(tables)

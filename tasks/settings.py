@@ -1,0 +1,91 @@
+"""params.yaml to Params: strict, by dotted path."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from tasks.allocate import AllocateConfig
+from tasks.benchmark import BenchmarkConfig
+from tasks.calibrate import CalibrateConfig
+from tasks.compare import CompareConfig
+from tasks.config import Common, resolve
+from tasks.errors import UserError
+from tasks.prepare import PrepareConfig
+from tasks.quantize import QuantizeConfig
+from tasks.sensitivity import SensitivityConfig
+
+SECTIONS: dict[str, type] = {
+    "common": Common,
+    "prepare": PrepareConfig,
+    "calibrate": CalibrateConfig,
+    "sensitivity": SensitivityConfig,
+    "allocate": AllocateConfig,
+    "quantize": QuantizeConfig,
+    "benchmark": BenchmarkConfig,
+    "compare": CompareConfig,
+}
+
+
+@dataclass(frozen=True)
+class Params:
+    """One section a stage, and `common`. Values left to the effort dial are filled in."""
+
+    common: Common = field(default_factory=Common)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+    sensitivity: SensitivityConfig = field(default_factory=SensitivityConfig)
+    allocate: AllocateConfig = field(default_factory=AllocateConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+
+    def flat(self, section: str) -> dict[str, Any]:
+        """`<section>.<key>` -> value, for MLflow."""
+        return {f"{section}.{k}": v for k, v in asdict(getattr(self, section)).items()}
+
+
+def load(file: Path = Path("params.yaml")) -> Params:
+    """Raises UserError with the dotted path for an unknown key, a wrong type or a value out of range."""
+    try:
+        data = YAML(typ="safe").load(file.read_text())  # YAML 1.2: `1e-4` is a number
+    except FileNotFoundError:
+        raise UserError(f"{file.resolve()} is missing; run from the project's root") from None
+    except YAMLError as e:
+        raise UserError(f"{file} is not YAML: {str(e).splitlines()[0]}") from e
+    return parse(data or {}, file.name)
+
+
+def parse(data: dict[str, Any], file: str = "params.yaml") -> Params:
+    if not isinstance(data, dict):
+        raise UserError(f"{file} must be a mapping of sections, not {type(data).__name__}")
+    unknown = [k for k in data if k not in SECTIONS]
+    if unknown:
+        raise UserError(f"{file}: there is no section '{unknown[0]}'; the sections are {', '.join(SECTIONS)}")
+    sections = {name: _section(cls, data.get(name) or {}, name, file) for name, cls in SECTIONS.items()}
+    effort = sections["common"].effort
+    return Params(**{name: resolve(section, effort) for name, section in sections.items()})
+
+
+def _section(cls: type, values: Any, name: str, file: str) -> Any:
+    adapter = TypeAdapter(validated(cls, frozen=True, config=ConfigDict(extra="forbid", strict=True)))
+    try:
+        return cls(**vars(adapter.validate_json(json.dumps(values))))
+    except ValidationError as e:
+        raise UserError(f"{file}: {_sentence(e, cls, name)}") from e
+
+
+def _sentence(e: ValidationError, cls: type, section: str) -> str:
+    """The first error: dotted path, value, rule."""
+    first = e.errors()[0]
+    path = ".".join([section, *(str(p) for p in first["loc"])])
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{path} is not a parameter; {section} has {', '.join(cls.__dataclass_fields__)}"
+    if first["type"] == "value_error":
+        return f"{section}: {first.get('ctx', {}).get('error')}"
+    return f"{path} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -1,0 +1,75 @@
+"""The Prefect task that runs one DVC stage.
+
+DVC decides whether anything must run and owns the only cache, so the task has none of its own. Its state is named for
+what happened: Executed, Cached (nothing had changed) or Restored (DVC put back an earlier result).
+"""
+
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.logging import get_run_logger
+from prefect.states import Completed, Failed
+
+DVC = (sys.executable, "-m", "dvc")
+USER_ERROR = "exited with 2"
+"""How DVC reports a stage whose bad input is the user's to mend (tasks/__main__.py)."""
+
+
+class StageFailed(Exception):
+    """A stage failed for a reason that running it again may mend."""
+
+
+def _worth_retrying(task: Any, run: Any, state: State) -> bool:
+    return state.name != "BadInput"
+
+
+@task(task_run_name="{stage}", cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=[10, 60],
+      retry_condition_fn=_worth_retrying)  # fmt: skip
+def run_stage(stage: str, environment: dict[str, str]) -> State:
+    """`dvc repro -s <stage>`, its output in the task's log.
+
+    Ends Executed, Cached or Restored; BadInput, without a retry, when the stage says what the user must mend.
+    """
+    log = get_run_logger()
+    said: list[str] = []
+    command = [*DVC, "--wait-for-lock", "repro", "--single-item", stage]
+    # On a terminal the stage's live bars go straight there; its lines always come through the log.
+    errors = None if sys.stderr.isatty() else subprocess.STDOUT
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line := line.rstrip():
+                    said.append(line)
+                    log.info(line)
+        except BaseException:
+            _stop(process)
+            raise
+    text = "\n".join(said)
+    if process.returncode:
+        last = next(
+            (s for s in reversed(said) if s.startswith(f"{stage}: ")), f"{stage}: dvc exited with {process.returncode}"
+        )
+        if USER_ERROR in text:
+            return Failed(message=last, name="BadInput")
+        raise StageFailed(last)
+    if "Running stage" in text:
+        return Completed(message=f"{stage} ran", name="Executed")
+    if "is cached - skipping run" in text:
+        return Completed(message=f"{stage}: DVC put back an earlier result", name="Restored")
+    return Completed(message=f"{stage}: nothing changed", name="Cached")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Stop DVC and the stage below it: DVC alone would leave the stage running."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.terminate()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    for member in alive:
+        member.kill()

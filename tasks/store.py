@@ -1,0 +1,132 @@
+"""Where artifacts lie, and how tensors, tables and JSON are read and written.
+
+Layout: artifacts/<stage>/ is what a stage makes, the same bytes for the same inputs; artifacts/runs/<stage>.json says
+which run made it (MLflow run, hours, memory) and differs from run to run, so it lies apart and only `compare` reads it.
+.state/<stage>/ is the stage's own: the half-made output, and what an interrupted run resumes from.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tasks.errors import UserError
+
+STAGES = ("prepare", "calibrate", "sensitivity", "allocate", "quantize", "benchmark", "compare")
+
+
+def path(stage: str) -> Path:
+    """The folder of a stage's artifacts, relative to the project (a stage runs in the project's root)."""
+    return Path("artifacts") / stage
+
+
+def run_record(stage: str) -> Path:
+    return Path("artifacts/runs") / f"{stage}.json"
+
+
+def state(stage: str) -> Path:
+    return Path(".state") / stage
+
+
+def save_json(file: Path, value: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    os.replace(temporary, file)
+
+
+def load_json(file: Path) -> Any:
+    return json.loads(_existing(file).read_text())
+
+
+def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, temporary)
+    os.replace(temporary, file)
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    return load_file(_existing(file))
+
+
+def save_table(file: Path, columns: dict[str, list[Any]], header: dict[str, Any]) -> None:
+    """A parquet file with a JSON header in its metadata."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(columns).replace_schema_metadata({"windquant": json.dumps(header, sort_keys=True)})
+    temporary = file.with_name(file.name + ".tmp")
+    pq.write_table(table, temporary)
+    os.replace(temporary, file)
+
+
+def load_table(file: Path) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    table = pq.read_table(_existing(file))
+    metadata = table.schema.metadata or {}
+    if b"windquant" not in metadata:
+        raise UserError(f"{file} is not a table of this project: it has no header; run `dvc repro` to make it again")
+    return table.to_pydict(), json.loads(metadata[b"windquant"])
+
+
+def _existing(file: Path) -> Path:
+    if not file.exists():
+        raise UserError(f"{file} is missing; run `dvc repro`, which makes what a stage needs first")
+    return file
+
+
+def hash_file(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def hash_tree(folder: Path, pattern: str = "*") -> str:
+    """One sha256 over the names and contents of a folder's files."""
+    digest = hashlib.sha256()
+    for file in sorted(f for f in folder.rglob(pattern) if f.is_file()):
+        digest.update(f"{file.relative_to(folder)}\0{hash_file(file)}\n".encode())
+    return digest.hexdigest()
+
+
+class Scratch:
+    """Resume state of one stage: named sets of tensors and JSON values, kept only while their fingerprint holds."""
+
+    def __init__(self, stage: str, fingerprint: str) -> None:
+        self.folder = state(stage) / "resume"
+        mark = self.folder / "fingerprint"
+        self.resumed = mark.exists() and mark.read_text() == fingerprint
+        if not self.resumed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            mark.write_text(fingerprint)
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def has(self, name: str) -> bool:
+        return self._file(name).exists()
+
+    def get(self, name: str) -> dict[str, Tensor]:
+        with safe_open(self._file(name), "pt") as f:
+            return {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
+
+    def put(self, name: str, tensors: dict[str, Tensor]) -> None:
+        save_tensors(self._file(name), tensors)
+
+    def has_json(self, name: str) -> bool:
+        return (self.folder / f"{name}.json").exists()
+
+    def get_json(self, name: str) -> Any:
+        return load_json(self.folder / f"{name}.json")
+
+    def put_json(self, name: str, value: Any) -> None:
+        save_json(self.folder / f"{name}.json", value)
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,42 @@
+import pytest
+import torch
+from torch import nn
+
+from windquant import blocks
+
+IDS = torch.arange(20).view(2, 10)
+
+
+def test_streaming_block_by_block_gives_the_models_logits(tiny, walk):
+    hidden = walk.embed(IDS)
+    for i in range(len(walk)):
+        with walk.block(i) as block:
+            hidden = torch.cat([walk.run(i, block, h[None]) for h in hidden])
+    with walk.head() as head:
+        logits = torch.cat([head(h[None]) for h in hidden])
+    torch.testing.assert_close(logits, tiny(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_stays_in_memory_after_use(walk):
+    walk.embed(IDS)
+    with walk.block(0) as block:
+        assert not any(p.is_meta for p in block.parameters())
+    assert all(p.is_meta for p in walk.model.parameters())
+
+
+def test_the_body_is_the_linear_layers_of_the_blocks(tiny):
+    found = blocks.matrices(tiny)
+    assert len(found) == 2 * 7 and {m.block for m in found} == {0, 1}
+    q = found[0]
+    assert (q.name, q.kind, q.rows, q.columns) == ("model.layers.0.self_attn.q_proj", "q_proj", 64, 64)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="Linear has no list of decoder blocks"):
+        blocks.decoder_blocks(nn.Linear(2, 2))
+
+
+def test_weights_of_another_model_are_refused(walk):
+    walk.source = lambda wanted: {"model.layers.0.self_attn.q_proj.weight": torch.zeros(64, 64)}
+    with pytest.raises(ValueError, match="do not fit its config"), walk.block(0):
+        pass

@@ -1,0 +1,162 @@
+"""Walking a causal language model block by block, so that one decoder block is in memory at a time.
+
+A model is built without weights (parameters on the meta device, buffers real). `Walk` materialises the *shell*
+(embeddings, final norm, head) or one block from a weight source, and puts it back. No architecture is named: the
+blocks are the model's longest list of modules with linear layers, the matrices their `nn.Linear` modules, and what a
+block is called with (rotary embeddings, masks, which differ between layers in some models) is recorded from the
+model's own forward pass.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windquant.units import Matrix
+
+WeightSource = Callable[[Callable[[str], bool]], dict[str, Tensor]]
+"""Returns the checkpoint's tensors whose names satisfy a predicate."""
+
+
+def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Path and list of the decoder blocks. Raises ValueError when the model has no list of blocks with nn.Linear."""
+    lists = [
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and any(isinstance(x, nn.Linear) for x in m.modules())
+    ]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of decoder blocks with nn.Linear layers to quantize")
+    # The outermost list wins a tie with lists of experts inside its blocks.
+    return max(lists, key=lambda item: (len(item[1]), -item[0].count(".")))
+
+
+def linears(block: nn.Module) -> dict[str, nn.Linear]:
+    """The block's linear layers by their path inside the block."""
+    return {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
+
+
+def matrices(model: nn.Module) -> list[Matrix]:
+    """The quantized matrices (the body), block by block."""
+    prefix, blocks = decoder_blocks(model)
+    return [
+        Matrix(f"{prefix}.{i}.{name}", i, m.out_features, m.in_features)
+        for i, block in enumerate(blocks)
+        for name, m in linears(block).items()
+    ]
+
+
+class _Stand(nn.Module):
+    """Stands in for a decoder block: records its arguments, returns `output`, or its input when that is None."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        # In a list, lest the block be registered as a child and moved about with the shell.
+        self._block = [block]
+        self.output: Tensor | None = None
+        self.input: Tensor | None = None
+        self.kwargs: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._block[0], name)  # models read e.g. `attention_type` off their layers
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        self.input, self.kwargs = hidden, kwargs
+        return hidden if self.output is None else self.output
+
+
+class Walk:
+    """One model, one weight source, one device; hands out its shell and its blocks, materialised while in use."""
+
+    def __init__(self, model: nn.Module, source: WeightSource, device: torch.device) -> None:
+        self.model, self.source, self.device = model.eval().requires_grad_(False), source, device
+        self.prefix, self._blocks = decoder_blocks(model)
+        self._kwargs: list[dict[str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def fits(self, expected: Iterable[Matrix]) -> bool:
+        """Whether the model's matrices are exactly these."""
+        return set(expected) == set(matrices(self.model))
+
+    @contextmanager
+    def block(self, index: int) -> Iterator[nn.Module]:
+        """The decoder block with its weights, float32, on the device."""
+        block, prefix = self._blocks[index], f"{self.prefix}.{index}."
+        tensors = self.source(lambda name: name.startswith(prefix))
+        _assign(block, {name.removeprefix(prefix): t for name, t in tensors.items()}, self.device)
+        try:
+            yield block
+        finally:
+            _release(block)
+
+    @contextmanager
+    def shell(self) -> Iterator[list[_Stand]]:
+        """The model around its blocks, which are replaced by stand-ins."""
+        stands = [_Stand(b) for b in self._blocks]
+        originals = list(self._blocks)
+        for i, stand in enumerate(stands):
+            self._blocks[i] = stand
+        inside = f"{self.prefix}."
+        _assign(self.model, self.source(lambda name: not name.startswith(inside)), self.device)
+        self.model.tie_weights()  # pyright: ignore[reportCallIssue]
+        try:
+            yield stands
+        finally:
+            for i, block in enumerate(originals):
+                self._blocks[i] = block
+            _release(self.model)
+
+    @torch.no_grad()
+    def embed(self, windows: Tensor) -> Tensor:
+        """Token ids (n, T) -> the first block's inputs (n, T, hidden), on the CPU; records what blocks are called with."""
+        with self.shell() as stands:
+            hidden = []
+            for row in windows:
+                self.model(input_ids=row[None].to(self.device), use_cache=False)
+                assert stands[0].input is not None
+                hidden.append(stands[0].input.cpu())
+            self._kwargs = [s.kwargs for s in stands]
+        return torch.cat(hidden)
+
+    def run(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        """One window (1, T, hidden) through a materialised block, with the arguments the model gave it in `embed`."""
+        out = block(hidden, **self._kwargs[index])
+        return out[0] if isinstance(out, tuple) else out
+
+    @contextmanager
+    def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """A function from the last block's output (1, T, hidden) to logits (1, T, vocabulary)."""
+        with self.shell() as stands:
+
+            def logits(hidden: Tensor) -> Tensor:
+                stands[-1].output = hidden
+                ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+                return self.model(input_ids=ids, use_cache=False).logits
+
+            yield logits
+
+
+def _assign(module: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
+    tensors = {name: t.to(device, torch.float32, copy=True) for name, t in tensors.items()}
+    result = module.load_state_dict(tensors, strict=False, assign=True)
+    missing = [n for n in result.missing_keys if "lm_head" not in n]
+    if missing or result.unexpected_keys:
+        raise ValueError(f"the model's weights do not fit its config: {(missing + result.unexpected_keys)[:3]}")
+    module.requires_grad_(False)
+    for m in module.modules():
+        for name, buffer in m.named_buffers(recurse=False):
+            m.register_buffer(name, buffer.to(device), persistent=name not in m._non_persistent_buffers_set)
+
+
+def _release(module: nn.Module) -> None:
+    """Parameters back to the meta device; buffers stay, they are not in the checkpoint."""
+    for m in module.modules():
+        for name, p in list(m.named_parameters(recurse=False)):
+            setattr(m, name, nn.Parameter(p.detach().to("meta"), requires_grad=False))

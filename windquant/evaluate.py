@@ -1,0 +1,57 @@
+"""Perplexity over windows, and the divergence from the reference."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Scores:
+    """nll: mean negative log-likelihood a token, nats. kl: mean KL(reference || model) a token, nats."""
+
+    nll: float
+    kl: float | None
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll) if self.nll < 700 else float("inf")
+
+
+@torch.inference_mode()
+def score(
+    model: nn.Module,
+    windows: Tensor,
+    stride: int,
+    reference: nn.Module | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Scores:
+    """Score token windows (n, T) cut `stride` apart.
+
+    Every token but a text's first is scored once: all of the first window, and of later ones the last `stride`, which
+    the windows before have not covered. Raises ValueError when a logit is NaN.
+    """
+    device = next(model.parameters()).device
+    nll = kl = 0.0
+    tokens = 0
+    for i, row in enumerate(windows):
+        ids = row[None].to(device)
+        keep = slice(0 if i == 0 else ids.shape[1] - 1 - min(stride, ids.shape[1] - 1), None)
+        logp = _logp(model, ids)[keep]
+        nll -= float(logp.gather(-1, ids[0, 1:][keep, None]).double().sum())
+        if reference is not None:
+            ref = _logp(reference, ids)[keep]
+            kl += float((ref.exp() * (ref - logp)).sum(-1).double().sum())
+        tokens += len(logp)
+        report(i + 1, len(windows))
+    if math.isnan(nll):
+        raise ValueError("the model's logits hold NaN on the test text")
+    return Scores(nll / tokens, kl / tokens if reference is not None else None, tokens)
+
+
+def _logp(model: nn.Module, ids: Tensor) -> Tensor:
+    """Next-token log-probabilities, (T - 1, vocabulary), float32."""
+    return model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)

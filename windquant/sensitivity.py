@@ -1,0 +1,63 @@
+"""The distortion table: what each unit costs at each width, in predicted nats a token.
+
+Second order around the trained weights, with the Hessian factored as in K-FAC: for row r of y = W x the curvature is
+g_r H, so that a change e_r of the row's weights in one unit costs 1/2 g_r e_r^T H e_r nats. e is what rounding leaves
+after the scales were fitted, i.e. exactly what `quantize` will store. Errors of different units are taken as additive.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windquant.grids import WIDTHS
+from windquant.quantize import round_units
+from windquant.scales import quadratic
+from windquant.units import columns_of
+
+
+@dataclass(frozen=True)
+class SensitivityConfig:
+    """chunk_size: columns of a unit; None takes 256 for models of 1 B weights and more, 64 below."""
+
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 8:
+            raise ValueError(f"chunk_size {self.chunk_size} is too narrow: a scale a row needs at least 8 columns")
+
+
+def split(w: Tensor, chunk_size: int) -> list[Tensor]:
+    """(rows, columns) -> stacks of units (units, rows, chunk): all full chunks, then the narrower last one if any."""
+    full = w.shape[1] // chunk_size * chunk_size
+    parts = [w[:, :full].unflatten(1, (-1, chunk_size)).transpose(0, 1)] if full else []
+    return parts + ([w[None, :, full:]] if full < w.shape[1] else [])
+
+
+def split_moment(H: Tensor, chunk_size: int) -> list[Tensor]:
+    """(columns, columns) -> the units' diagonal blocks, stacked as `split` stacks weights."""
+    stacks: list[list[Tensor]] = [[], []]
+    start = 0
+    for columns in columns_of(H.shape[0], chunk_size):
+        stacks[columns < chunk_size].append(H[start : start + columns, start : start + columns])
+        start += columns
+    return [torch.stack(s) for s in stacks if s]
+
+
+def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int) -> Tensor:
+    """Predicted nats of every unit of a matrix at every width, float64, (units, len(WIDTHS)).
+
+    w: (rows, columns). H: (columns, columns) input second moments. g: (rows,) Fisher weights.
+    Raises ValueError on NaN or Inf in any of them.
+    """
+    for name, t in (("weights", w), ("input second moments", H), ("Fisher weights", g)):
+        if not bool(torch.isfinite(t).all()):
+            raise ValueError(f"the {name} hold NaN or Inf")
+    stacks = []
+    for units, moments in zip(split(w, chunk_size), split_moment(H, chunk_size), strict=True):
+        columns = []
+        for bits in WIDTHS:
+            error = quadratic(units - round_units(units, moments, bits).weights(), moments)
+            columns.append(0.5 * (error.clamp_min(0).double() @ g.double()))
+        stacks.append(torch.stack(columns, -1))
+    return torch.cat(stacks)
