@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from tasks import preflight
+from tasks.errors import UserError
+from tasks.models import skeleton
+from tasks.reach import reach
+from tests.conftest import tiny_config
+from windquant.allocate import AllocateConfig
+
+
+@pytest.fixture
+def dial():
+    return reach(skeleton(tiny_config()), 32)
+
+
+@pytest.mark.parametrize("bits", [0.5, 16.4])
+def test_bits_out_of_reach_name_the_range(dial, bits):
+    with pytest.raises(
+        UserError, match=rf"target_bits {bits:g} is out of reach for this model: target_bits can be 1\.27 to 16,"
+    ):
+        dial.target_bits(AllocateConfig(target_bits=bits))
+
+
+def test_a_size_becomes_bits(dial):
+    """The whole file: embeddings, norms and header come off first."""
+    size = dial.other_bytes + dial.body_weights * 2.5 / 8
+    assert dial.target_bits(AllocateConfig(target_size=f"{size}B")) == pytest.approx(2.5, abs=1e-3)
+
+
+def test_a_size_below_the_embeddings_is_refused(dial):
+    with pytest.raises(UserError, match="target_size 10KB is out of reach for this model.*of it embeddings"):
+        dial.target_bits(AllocateConfig(target_size="10KB"))
+
+
+class Windows:
+    window = 512
+    calibration_windows = 32
+
+
+def test_a_full_disk_is_seen_before_any_work(monkeypatch):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: type("U", (), {"free": 1000})())
+    with pytest.raises(UserError, match=r"the disk has 0\.0 GiB free, this model takes about .*free some space"):
+        preflight.check(skeleton(tiny_config()), Windows())
+
+
+def test_too_little_memory_is_seen_before_any_work(monkeypatch):
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: type("M", (), {"available": 1000})())
+    with pytest.raises(UserError, match=r"0\.0 GiB of memory are available.*choose a smaller model"):
+        preflight.check(skeleton(tiny_config()), Windows())
+
+
+def test_a_skeleton_has_no_weights_but_its_buffers():
+    model = skeleton(tiny_config())
+    assert all(p.is_meta for p in model.parameters())
+    assert all(b.device == torch.device("cpu") for b in model.buffers())
+    assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -1,0 +1,118 @@
+"""The real flow, from a clone to the comparison, on the tiny model."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from tasks import store
+from tests.conftest import article, tiny_config, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.filterwarnings("ignore")  # MLflow's own, when the runs are read back
+
+
+def clone(folder: Path) -> Path:
+    """What git holds, with a tiny model and text of the user's own."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).exists() and name != "dvc.lock":
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_config()).save_pretrained(folder / "data/sources/model")
+    tiny_tokenizer().save_pretrained(folder / "data/sources/model")
+    rows = [f'{{"text": "{article(i)}"}}\n' for i in range(40)]
+    (folder / "data/sources/text.jsonl").write_text("".join(rows))
+    change(folder, prepare={"model": "path:data/sources/model", "text": "path:data/sources/text.jsonl", "window": 32,
+                            "eval_window": 64, "eval_stride": 32, "calibration_windows": 8},
+           sensitivity={"chunk_size": 40}, allocate={"target_bits": 2.75},
+           benchmark={"windows": 4, "limit": 4, "completions": 2, "completion_tokens": 4})  # fmt: skip
+    return folder
+
+
+def change(folder: Path, **sections: dict) -> None:
+    yaml = YAML()
+    data = yaml.load((folder / "params.yaml").read_text())
+    for name, values in sections.items():
+        data[name].update(values)
+    yaml.dump(data, folder / "params.yaml")
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW", "DVC", "WINDQUANT"))}
+    environment = clean | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = clone(tmp_path_factory.mktemp("project"))
+    done = run(folder, "flows.pipeline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("MLflow UI", "Prefect UI", "| reference", "| uniform", "| lagrangian"):
+        assert name in done.stdout
+    return folder
+
+
+def test_every_stage_left_its_artifacts_and_the_plan_keeps_its_budget(project, monkeypatch):
+    monkeypatch.chdir(project)
+    for stage in store.STAGES:
+        assert store.path(stage).is_dir() and "mlflow_run" in store.load_json(store.run_record(stage))
+    metrics = store.load_json(store.path("compare") / "metrics.json")
+    assert 0.97 * 2.75 < metrics["effective_bits"] <= 2.75
+    assert {p.name for p in store.path("compare").glob("*.png")} == {"pareto.png", "allocation.png", "widths.png"}
+
+
+def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkeypatch):
+    monkeypatch.setenv("DVC_ROOT", str(project))
+    from tasks import tracking
+
+    api, experiment = tracking.client()
+    runs = {r.info.run_name: r for r in api.search_runs([experiment])}
+    parent = runs["pipeline"]
+    assert parent.info.status == "FINISHED"
+    assert {"effective_bits", "target_bits", "model_bytes", "perplexity", "kl_to_reference", "acc/last_word", "acc_mean",
+            "gpu_hours", "cpu_hours", "wall_seconds", "peak_rss_gib", "bits_share/2", "bytes/codes"} <= parent.data.metrics.keys()  # fmt: skip
+    for stage in store.STAGES:
+        assert runs[stage].data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert runs[stage].info.status == "FINISHED" and parent.data.tags[f"state/{stage}"] == "Executed"
+
+
+def test_a_second_run_does_no_work_and_says_so(project):
+    before = {s: (project / store.run_record(s)).read_text() for s in store.STAGES}
+    done = run(project, "flows.pipeline")
+    assert done.returncode == 0 and "nothing changed: all 7 stages are up to date" in done.stdout + done.stderr
+    assert before == {s: (project / store.run_record(s)).read_text() for s in store.STAGES}
+
+
+def test_bad_input_ends_in_a_sentence_and_leaves_everything(project):
+    before = store.hash_tree(project / "artifacts/allocate")
+    original = (project / "params.yaml").read_text()
+    change(project, allocate={"target_bits": 1.05})
+    done = run(project, "flows.pipeline")
+    (project / "params.yaml").write_text(original)
+    assert done.returncode == 2
+    assert "allocate.target_bits 1.05 is out of reach for this model: target_bits can be" in done.stderr
+    assert "Traceback" not in done.stderr
+    run(project, "dvc", "repro", "allocate")
+    assert store.hash_tree(project / "artifacts/allocate") == before
+
+
+def test_two_clones_give_the_same_plan_hash_for_hash(project, tmp_path):
+    """The second without Prefect: `dvc repro` makes the same artifacts."""
+    other = clone(tmp_path)
+    done = run(other, "dvc", "repro", "allocate")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stage in ("prepare", "calibrate", "sensitivity", "allocate"):
+        assert store.hash_tree(other / store.path(stage)) == store.hash_tree(project / store.path(stage)), stage
