@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tasks import store
+from tasks import progress, store
 from tasks.errors import UserError
 
 log = logging.getLogger("windquant")
@@ -70,6 +70,8 @@ def _logging(stage: str, file: Path) -> None:
     os.environ.setdefault("LOGLEVEL", "ERROR")  # lm-eval's
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():  # the libraries' bars, in a log
+        os.environ |= {"TQDM_MININTERVAL": str(progress.EVERY_S), "TQDM_DELAY": str(progress.EVERY_S), "TQDM_ASCII": "1"}
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(file, mode="w")]
     handlers[0].setFormatter(logging.Formatter(f"{stage}: %(message)s"))
     handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -1,6 +1,7 @@
 """lm-eval's tasks: stock ones from the hub, stock ones on local jsonl, a user's own YAML, and our last-word task."""
 
 import json
+import logging
 import re
 import tempfile
 from pathlib import Path
@@ -95,6 +96,7 @@ def evaluate(model: Any, tokenizer: Any, names: list[str], *, data_dir: Path, ar
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     harness: Any = lm_eval  # its decorators hide the signatures
     lm_class: Any = HFLM
     with tempfile.TemporaryDirectory() as folder:
