@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from tasks import models, preflight, sources, text
+from tasks import models, preflight, sources, store, text
 from tasks.config import by_effort
 from tasks.errors import UserError
 from tasks.job import Job, Record
-from tasks.store import hash_tree, save_json, save_table, save_tensors
 
 log = logging.getLogger("windquant")
 
@@ -56,25 +55,25 @@ def run(config: PrepareConfig, job: Job) -> Record:
     facts = preflight.check(skeleton, config)
     log.info("preflight: %s", preflight.sentence(facts))
     log.info("preflight: %s", job.check_target(skeleton))
-    _import_model(file, job.out / "model")
+    _import_model(file, skeleton, job.out / "model")
     articles = _articles(config, cache)
     windows = _windows(config, articles, tokenizer)
     for split, ids in windows.items():
-        save_tensors(job.out / "windows" / f"{split}.safetensors", {"ids": ids})
+        store.save_tensors(job.out / "windows" / f"{split}.safetensors", {"ids": ids})
         columns = {k: [a[k] for a in articles[split]] for k in ("title", "text")}
-        save_table(job.out / "text" / f"{split}.parquet", columns, {"split": split})
+        store.save_table(job.out / "text" / f"{split}.parquet", columns, {"split": split})
     manifest: dict[str, Any] = facts | {
         "model": config.model,
-        "model_hash": hash_tree(job.out / "model", "*.safetensors"),
+        "model_hash": store.hash_tree(job.out / "model", "*.safetensors"),
         "text": config.text,
-        "text_hash": hash_tree(job.out / "text"),
-        "windows_hash": hash_tree(job.out / "windows"),
+        "text_hash": store.hash_tree(job.out / "text"),
+        "windows_hash": store.hash_tree(job.out / "windows"),
         "bos": text.begins_with_bos(tokenizer),
         "articles": {k: len(v) for k, v in articles.items()},
         "windows": {k: list(v.shape) for k, v in windows.items()},
         "eval_stride": config.eval_stride,
     }
-    save_json(job.out / "manifest.json", manifest)
+    store.save_json(job.out / "manifest.json", manifest)
     for split, ids in windows.items():
         log.info("%-11s %4d articles, %5d windows of %d tokens", split, len(articles[split]), *ids.shape)
     flat = {k: v for k, v in manifest.items() if isinstance(v, str | bool)}
@@ -88,6 +87,8 @@ def run(config: PrepareConfig, job: Job) -> Record:
 def _check_model(file: Path) -> tuple[Any, Any]:
     """Tokenizer and config, before anything large is read. file: a folder, or a GGUF file."""
     if file.is_dir():
+        if (file / "config.json").exists() and "quantization_config" in store.load_json(file / "config.json"):
+            raise UserError(f"{file} is quantized already; give the original, unquantized model")
         model_config = models.config(file)
         models.shards(file)
         tokenizer = models.tokenizer(file)
@@ -106,12 +107,19 @@ def _check_model(file: Path) -> tuple[Any, Any]:
     return tokenizer, model_config
 
 
-def _import_model(file: Path, out: Path) -> None:
+def _import_model(file: Path, skeleton: Any, out: Path) -> None:
+    """The model's folder as the later stages read it: safetensors under the names of the model's own parameters."""
     if file.is_dir():
         out.mkdir(parents=True)
         for f in sorted(file.iterdir()):
-            if f.is_file() and f.suffix in (".json", ".safetensors", ".model", ".jinja", ".txt"):
+            if f.is_file() and f.suffix in (".json", ".model", ".jinja", ".txt"):
                 shutil.copyfile(f, out / f.name)
+        if {name for name, _ in skeleton.named_parameters()} <= models.shards(file).keys():
+            for shard in sorted(set(models.shards(file).values())):
+                shutil.copyfile(shard, out / shard.name)
+        else:
+            (out / "model.safetensors.index.json").unlink(missing_ok=True)
+            _save_renamed(file, out)
         return
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -123,6 +131,16 @@ def _import_model(file: Path, out: Path) -> None:
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
+
+
+def _save_renamed(file: Path, out: Path) -> None:
+    """For folders whose tensors are named otherwise (older formats): transformers knows how to map them."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(file, dtype="auto", output_loading_info=True)
+    if info["missing_keys"]:
+        raise UserError(f"{file} lacks the weights {sorted(info['missing_keys'])[0]}; copy the folder again")
+    model.save_pretrained(out)
 
 
 def _articles(config: PrepareConfig, cache: Path) -> dict[str, list[dict[str, str]]]:

@@ -52,6 +52,8 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
             raise
     text = "\n".join(said)
     if process.returncode:
+        # DVC deleted the stage's earlier result before running it; its cache still has it.
+        subprocess.run([*DVC, "--quiet", "checkout", stage], env=environment, capture_output=True)
         last = next(
             (s for s in reversed(said) if s.startswith(f"{stage}: ")), f"{stage}: dvc exited with {process.returncode}"
         )

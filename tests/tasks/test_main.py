@@ -1,0 +1,61 @@
+import errno
+
+import pytest
+
+from tasks import __main__ as entry
+from tasks import store
+from tasks.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "_logging", lambda stage, file: None)
+    monkeypatch.setattr(entry.signal, "signal", lambda *a: None)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "sentence"),
+    [
+        (UserError("the value, the rule, the remedy"), 2, "the value, the rule, the remedy"),
+        (KeyboardInterrupt(), 130, "interrupted; what is done is kept"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "the disk is full; free some space"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), 2, "the disk is full; free some space"),
+        (MemoryError(), 2, "memory ran out; close other programs"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "memory ran out"),
+        (RuntimeError("a bug"), 1, "Traceback"),
+        (OSError(errno.EACCES, "denied"), 1, "Traceback"),
+    ],
+)
+def test_an_error_ends_in_its_exit_code_and_a_sentence(monkeypatch, caplog, raised, code, sentence):
+    def fail(stage, log_file):
+        raise raised
+
+    monkeypatch.setattr(entry, "_run", fail)
+    assert entry.main(["calibrate"]) == code
+    assert sentence in caplog.text and ("Traceback" in caplog.text) == (sentence == "Traceback")
+
+
+@pytest.mark.parametrize("argv", [[], ["train"], ["calibrate", "quantize"]])
+def test_an_unknown_stage_prints_the_usage(argv, capsys):
+    assert entry.main(argv) == 2
+    assert "usage: python -m tasks <prepare|calibrate" in capsys.readouterr().err
+
+
+def test_the_fingerprint_sees_params_code_and_data(monkeypatch, tmp_path):
+    store.Path("dvc.yaml").write_text("stages:\n  calibrate:\n    deps: [code.py, data]\n")
+    store.Path("code.py").write_text("a")
+    store.Path("data").mkdir()
+    (store.Path("data") / "x").write_text("1")
+    seen = [entry._fingerprint("calibrate", {"windows": 1}), entry._fingerprint("calibrate", {"windows": 2})]
+    store.Path("code.py").write_text("b")
+    seen.append(entry._fingerprint("calibrate", {"windows": 1}))
+    (store.Path("data") / "x").write_text("2")
+    seen.append(entry._fingerprint("calibrate", {"windows": 1}))
+    assert len(set(seen)) == 4 and seen[3] == entry._fingerprint("calibrate", {"windows": 1})
+
+
+def test_a_missing_dependency_names_the_remedy():
+    store.Path("dvc.yaml").write_text("stages:\n  calibrate:\n    deps: [artifacts/prepare]\n")
+    with pytest.raises(UserError, match="artifacts/prepare is missing, which calibrate needs; run `dvc repro calibrate`"):
+        entry._fingerprint("calibrate", {})
