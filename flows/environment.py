@@ -1,6 +1,7 @@
 """Prefect's own settings for this project: all state inside it, no telemetry. Import before prefect."""
 
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -8,7 +9,11 @@ HOME = ROOT / ".prefect"
 
 
 def setup() -> None:
-    """Values already in the environment stand, so that a user's own Prefect server can be used."""
+    """Values already in the environment stand, so that a user's own Prefect server can be used.
+
+    DVC runs the stages by the name `python`: this interpreter's folder comes first on the PATH.
+    """
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     for name, value in {
         "PREFECT_HOME": str(HOME),
         "PREFECT_LOCAL_STORAGE_PATH": str(HOME / "storage"),

@@ -25,6 +25,7 @@ from tasks.errors import UserError
 
 log = logging.getLogger("windquant")
 USER_ERROR, INTERRUPTED = 2, 130
+MAIN = os.getpid()
 
 
 def main(argv: list[str]) -> int:
@@ -57,6 +58,8 @@ def main(argv: list[str]) -> int:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
+    if os.getpid() != MAIN:  # a library's worker process, told to end
+        os._exit(0)
     raise KeyboardInterrupt
 
 

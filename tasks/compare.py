@@ -135,7 +135,8 @@ def _pareto(rows: Sequence[dict[str, Any]], file: Path, dpi: int) -> None:
         else:
             axes.plot(r["effective bits"], r["perplexity"], "o", markersize=9, label=f"{r['method']}, {r['perplexity']:.1f}")
     axes.set(yscale="log", xlabel="effective bits a weight, every stored byte counted", ylabel="perplexity of the test text")
-    axes.margins(x=0.4)
+    bits = [r["effective bits"] for r in rows if r["method"] != "reference"]
+    axes.set_xlim(min(bits) - 0.25, max(bits) + 0.25)
     axes.legend()
     axes.grid(alpha=0.3, which="both")
     _save(figure, file, dpi)

@@ -42,8 +42,8 @@ def task(file: str) -> dict[str, Any]:
         "test_split": "test",
         "output_type": "loglikelihood",
         "doc_to_text": "{{context}}",
-        "doc_to_target": "{{word}}",
-        "target_delimiter": " ",
+        # The blank belongs to the target: for this output type lm-eval puts none between context and target.
+        "doc_to_target": "{{' ' + word}}",
         "metric_list": [
             {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
             {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},

@@ -137,7 +137,8 @@ def _save_renamed(file: Path, out: Path) -> None:
     """For folders whose tensors are named otherwise (older formats): transformers knows how to map them."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(file, dtype="auto", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(file, dtype="auto", output_loading_info=True)
+    model, info = loaded
     if info["missing_keys"]:
         raise UserError(f"{file} lacks the weights {sorted(info['missing_keys'])[0]}; copy the folder again")
     model.save_pretrained(out)

@@ -54,9 +54,8 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
     if process.returncode:
         # DVC deleted the stage's earlier result before running it; its cache still has it.
         subprocess.run([*DVC, "--quiet", "checkout", stage], env=environment, capture_output=True)
-        last = next(
-            (s for s in reversed(said) if s.startswith(f"{stage}: ")), f"{stage}: dvc exited with {process.returncode}"
-        )
+        spoken = [s for s in said if s.startswith(f"{stage}: ")] or [s for s in said if s.startswith("ERROR: ")]
+        last = spoken[-1] if spoken else f"{stage}: dvc exited with {process.returncode}"
         if USER_ERROR in text:
             return Failed(message=last, name="BadInput")
         raise StageFailed(last)

@@ -51,7 +51,8 @@ def change(folder: Path, **sections: dict) -> None:
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW", "DVC", "WINDQUANT"))}
-    environment = clean | {"OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = clean | {"OMP_NUM_THREADS": "1", "PATH": path}
     return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True)
 
 

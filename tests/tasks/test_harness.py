@@ -50,6 +50,23 @@ def test_accuracy_is_the_share_of_examples_whose_right_answer_is_likeliest(tiny,
         assert evaluate(tiny, ["arc_easy"], tmp_path)["acc/arc_easy"] == expected
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_last_word_counts_what_the_model_would_say_next(tiny, tmp_path, monkeypatch):
+    """Contexts whose greedy next token is a word with a blank before it: accuracy 1 for that word, 0 for another."""
+    tokenizer, rows = tiny_tokenizer(), []
+    for i in range(400):
+        context = article(i, 1)[: 20 + i % 30].rsplit(" ", 1)[0]
+        token = tiny(torch.tensor([tokenizer(context).input_ids])).logits[0, -1].argmax()
+        word = tokenizer.decode(token)
+        if tokenizer(context + word).input_ids == [*tokenizer(context).input_ids, int(token)] and word[:1] == " " != word:
+            rows.append({"context": context, "word": word[1:]})
+    assert rows
+    for change, expected in ((lambda w: w, 1.0), (lambda w: w + "zz", 0.0)):
+        changed = [r | {"word": change(r["word"])} for r in rows]
+        monkeypatch.setattr(harness.lastword, "passages", lambda articles, rows=changed: rows)
+        assert evaluate(tiny, ["last_word"], tmp_path, limit=0)["acc/last_word"] == expected
+
+
 def test_a_missing_field_is_refused_and_not_scored_as_nothing(tmp_path):
     write(tmp_path, "piqa", [{"query": "x", "choices": ["a", "b"], "gold": 0}])
     with pytest.raises(UserError, match=r"piqa\.jsonl lacks the field goal: a row of piqa holds goal, sol1, sol2, label"):

@@ -3,7 +3,7 @@ import torch
 
 from windquant.grids import WIDTHS
 from windquant.quantize import quantize_matrix
-from windquant.sensitivity import SensitivityConfig, distortions
+from windquant.sensitivity import KAPPA, SensitivityConfig, distortions
 
 
 def problem(rows=10, columns=40):
@@ -13,13 +13,18 @@ def problem(rows=10, columns=40):
 
 
 def test_a_unit_costs_half_its_fisher_weighted_error():
-    """1/2 sum_r g_r e_r^T H e_r in float64, of exactly what `quantize` stores; 40 columns in units of 16, 16 and 8."""
+    """1/2 sum_r g_r (e^T H e + kappa (e^T H w)^2 / w^T H w) in float64, of exactly what `quantize` stores; 40 columns in
+    units of 16, 16 and 8."""
     w, H, g = problem()
     found = distortions(w, H, g, 16)
     for j, bits in enumerate(WIDTHS):
         e = (w - quantize_matrix(w, H, [bits] * 3, 16)[1]).double()
         for i, cols in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
-            expected = 0.5 * sum(g[r].double() * (e[r, cols] @ H[cols, cols].double() @ e[r, cols]) for r in range(10))
+            part, unit, moment = e[:, cols], w[:, cols].double(), H[cols, cols].double()
+            expected = torch.tensor(0.0, dtype=torch.float64)
+            for r in range(10):
+                along = (part[r] @ moment @ unit[r]) ** 2 / (unit[r] @ moment @ unit[r])
+                expected += 0.5 * g[r] * (part[r] @ moment @ part[r] + KAPPA * along)
             assert found[i, j].item() == pytest.approx(expected.item(), rel=2e-3, abs=1e-9)
 
 
