@@ -24,7 +24,6 @@ from windquant.quantize import round_units
 from windquant.scales import quadratic
 from windquant.units import columns_of
 
-
 KAPPA = 8.0
 
 
