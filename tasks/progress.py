@@ -5,8 +5,6 @@ import sys
 import time
 from collections.abc import Callable
 
-from tqdm import tqdm
-
 log = logging.getLogger("windquant")
 EVERY_S = 5.0
 
@@ -33,6 +31,8 @@ def bar(label: str) -> Callable[[int, int], None]:
 
 
 def _live(label: str) -> Callable[[int, int], None]:
+    from tqdm import tqdm  # reads its settings from the environment when imported
+
     line: tqdm | None = None
 
     def report(done: int, total: int) -> None:

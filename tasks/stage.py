@@ -18,6 +18,14 @@ from prefect.states import Completed, Failed
 DVC = (sys.executable, "-m", "dvc")
 USER_ERROR = "exited with 2"
 """How DVC reports a stage whose bad input is the user's to mend (tasks/__main__.py)."""
+HINTS = (
+    "To track the changes with git, run:",
+    "git add dvc.lock",
+    "To enable auto staging, run:",
+    "dvc config core.autostage true",
+    "Use `dvc push` to send your updates to remote storage.",
+)
+"""What DVC says after every stage, and nobody has to do here."""
 
 
 class StageFailed(Exception):
@@ -44,7 +52,7 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if line := line.rstrip():
+                if (line := line.rstrip()) and line.strip() not in HINTS:
                     said.append(line)
                     log.info(line)
         except BaseException:

@@ -184,3 +184,4 @@ def summarise(opened: Run, states: dict[str, str]) -> None:
     record.params |= store.load_json(compared / "params.json")
     record.files = [*sorted(compared.glob("*.png")), compared / "table.md"]
     opened.log(record)
+    opened.tag("mlflow.runName", f"pipeline {record.params['allocator']} {record.params['target_bits']:g}")

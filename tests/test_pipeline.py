@@ -81,7 +81,7 @@ def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkey
 
     api, experiment = tracking.client()
     runs = {r.info.run_name: r for r in api.search_runs([experiment])}
-    parent = runs["pipeline"]
+    parent = runs["pipeline lagrangian 2.75"]
     assert parent.info.status == "FINISHED"
     assert {"effective_bits", "target_bits", "model_bytes", "perplexity", "kl_to_reference", "acc/last_word", "acc_mean",
             "gpu_hours", "cpu_hours", "wall_seconds", "peak_rss_gib", "bits_share/2", "bytes/codes"} <= parent.data.metrics.keys()  # fmt: skip
