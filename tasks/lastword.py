@@ -44,9 +44,6 @@ def task(file: str) -> dict[str, Any]:
         "doc_to_text": "{{context}}",
         # The blank belongs to the target: for this output type lm-eval puts none between context and target.
         "doc_to_target": "{{' ' + word}}",
-        "metric_list": [
-            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
-            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
-        ],
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": 1},
     }

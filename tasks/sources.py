@@ -60,8 +60,10 @@ def pypi(rest: str, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         log.info("downloading %s %s with pip", match["package"], match["version"])
         requirement = f"{match['package']}=={match['version']}"
-        command = [sys.executable, "-m", "pip", "download", "-qq", *_WHEEL, "-d", folder, requirement]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "download", *_WHEEL, "-d", folder, requirement]
+        # On a terminal pip's own bar is to be seen; in a log it would be noise.
+        bar = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+        done = subprocess.run(command, stdout=bar, stderr=subprocess.PIPE, text=True)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             reason = done.stderr.strip().splitlines()[-1:] or ["pip gave no reason"]

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor
 
+from tasks import progress
 from tasks.errors import UserError
 
 SPLITS = {"test": 0.1, "validation": 0.1, "calibration": 0.2, "train": 0.6}
@@ -53,13 +54,15 @@ def _remove(code: Any, node: Any) -> None:
 
 def wiki_articles(path: Path) -> Iterator[dict[str, str]]:
     """Articles (namespace 0, no redirects) of a MediaWiki XML dump, plain or .bz2."""
-    with bz2.open(path) if path.suffix == ".bz2" else path.open("rb") as stream:
+    report, size = progress.bar(f"articles of {path.name}"), path.stat().st_size
+    with path.open("rb") as file, bz2.open(file) if path.suffix == ".bz2" else file as stream:
         for _, page in ElementTree.iterparse(stream):
             tag = page.tag.rsplit("}", 1)[-1]
             if tag != "page":
                 continue
             found = {e.tag.rsplit("}", 1)[-1]: e.text or "" for e in page.iter()}
             page.clear()
+            report(100 * file.tell() // size, 100)  # percent of the file's bytes
             if (
                 found.get("ns") == "0"
                 and "redirect" not in found
