@@ -6,6 +6,7 @@ Names are the modules beside this one: `bits`, `allocation`. FILE receives {"met
 import argparse
 import importlib
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -30,6 +31,8 @@ def main(argv: list[str]) -> int:
     if arguments.seeds < 1:
         parser.error(f"--seeds {arguments.seeds} is not at least 1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("windquant").setLevel(logging.INFO)  # progress, on stderr: the table is stdout's
     try:
         rows, notes = importlib.import_module(f"benchmarks.{arguments.name}").run(arguments.seeds)
     except UserError as e:

@@ -56,6 +56,23 @@ def shards(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(f.keys(), single)
 
 
+def check_shapes(folder: Path, model: Any) -> bool:
+    """Whether every parameter of the model lies in the folder under its own name. Raises UserError when one has another
+    shape than the config says."""
+    where = shards(folder)
+    named = dict(model.named_parameters())
+    for file in sorted(set(where.values())):
+        with safe_open(file, "pt") as f:
+            for name in f.keys() & named.keys():
+                found, wanted = tuple(f.get_slice(name).get_shape()), tuple(named[name].shape)
+                if found != wanted:
+                    raise UserError(
+                        f"{name} in {file} has the shape {found}, its config.json says {wanted}; "
+                        f"config and weights are of different models"
+                    )
+    return named.keys() <= where.keys()
+
+
 def weight_source(folder: Path) -> WeightSource:
     where = shards(folder)
 
@@ -81,6 +98,7 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32)
     """The whole reference model."""
     from transformers import AutoModelForCausalLM
 
+    quiet()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval().requires_grad_(False).to(device)
 

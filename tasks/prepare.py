@@ -53,9 +53,10 @@ def run(config: PrepareConfig, job: Job) -> Record:
     tokenizer, model_config = _check_model(file)
     skeleton = models.skeleton(model_config)
     facts = preflight.check(skeleton, config)
+    own_names = file.is_dir() and models.check_shapes(file, skeleton)
     log.info("preflight: %s", preflight.sentence(facts))
     log.info("preflight: %s", job.check_target(skeleton))
-    _import_model(file, skeleton, job.out / "model")
+    _import_model(file, own_names, job.out / "model")
     articles = _articles(config, cache)
     windows = _windows(config, articles, tokenizer)
     for split, ids in windows.items():
@@ -107,14 +108,15 @@ def _check_model(file: Path) -> tuple[Any, Any]:
     return tokenizer, model_config
 
 
-def _import_model(file: Path, skeleton: Any, out: Path) -> None:
-    """The model's folder as the later stages read it: safetensors under the names of the model's own parameters."""
+def _import_model(file: Path, own_names: bool, out: Path) -> None:
+    """The model's folder as the later stages read it: safetensors under the names of the model's own parameters, which
+    a folder has or not (own_names)."""
     if file.is_dir():
         out.mkdir(parents=True)
         for f in sorted(file.iterdir()):
             if f.is_file() and f.suffix in (".json", ".model", ".jinja", ".txt"):
                 shutil.copyfile(f, out / f.name)
-        if {name for name, _ in skeleton.named_parameters()} <= models.shards(file).keys():
+        if own_names:
             for shard in sorted(set(models.shards(file).values())):
                 shutil.copyfile(shard, out / shard.name)
         else:

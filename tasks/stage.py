@@ -4,6 +4,7 @@ DVC decides whether anything must run and owns the only cache, so the task has n
 what happened: Executed, Cached (nothing had changed) or Restored (DVC put back an earlier result).
 """
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +17,7 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
 DVC = (sys.executable, "-m", "dvc")
-USER_ERROR = "exited with 2"
+USER_ERROR = re.compile(r"exited with 2$", re.MULTILINE)
 """How DVC reports a stage whose bad input is the user's to mend (tasks/__main__.py)."""
 HINTS = (
     "To track the changes with git, run:",
@@ -64,7 +65,7 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
         subprocess.run([*DVC, "--quiet", "checkout", stage], env=environment, capture_output=True)
         spoken = [s for s in said if s.startswith(f"{stage}: ")] or [s for s in said if s.startswith("ERROR: ")]
         last = spoken[-1] if spoken else f"{stage}: dvc exited with {process.returncode}"
-        if USER_ERROR in text:
+        if USER_ERROR.search(text):
             return Failed(message=last, name="BadInput")
         raise StageFailed(last)
     if "Running stage" in text:

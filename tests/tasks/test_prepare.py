@@ -68,6 +68,13 @@ def test_a_model_quantized_already_is_refused(job, tiny_folder):
         prepare(job, tiny_folder)
 
 
+def test_weights_of_another_shape_are_refused(job, tiny_folder):
+    file = tiny_folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 128}))
+    with pytest.raises(UserError, match=r"mlp\.\w+\.weight in .* has the shape .* its config\.json says .*128"):
+        prepare(job, tiny_folder)
+
+
 def test_too_few_calibration_windows_are_refused(job, tiny_folder):
     with pytest.raises(UserError, match=r"gives \d+ windows of 32 tokens, prepare\.calibration_windows asks for 5000"):
         prepare(job, tiny_folder, calibration_windows=5000)
