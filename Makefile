@@ -30,10 +30,10 @@ bench: $(READY)          ## allocators at equal bits, and bits recounted from by
 clean:                   ## artifacts and resume state; not the environment, not mlruns/, not DVC's cache
 	rm -rf artifacts .state
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	@echo "setting up .venv: a few minutes, once"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "windquant needs Python 3.11; make PYTHON=<path to it>"; exit 2; }
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --disable-pip-version-check torch==2.13.0
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -29,6 +29,7 @@ class CompareConfig:
 
 COLUMNS = ("method", "effective bits", "model MB", "perplexity", "KL", "accuracy", "hours")
 MAKING = ("calibrate", "sensitivity", "allocate")
+"""Stages before `quantize` that a plan needs; the uniform one needs the first alone."""
 
 
 def run(config: CompareConfig, job: Job) -> Record:
@@ -68,7 +69,8 @@ def run(config: CompareConfig, job: Job) -> Record:
 def _row(result: dict[str, Any], sizes: dict[str, Any], runs: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     name = result["method"]
     size = sizes.get(name)
-    seconds = sum(runs[s]["wall_seconds"] for s in MAKING) + runs["quantize"].get("seconds", {}).get(name, 0)
+    stages = MAKING[:1] if name == "uniform" else MAKING
+    seconds = sum(runs[s]["wall_seconds"] for s in stages) + runs["quantize"]["seconds"].get(name, 0)
     return {
         "method": name,
         "effective bits": size["effective_bits"] if size else 16.0,

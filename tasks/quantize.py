@@ -16,6 +16,7 @@ from tasks.errors import UserError
 from tasks.job import Job, Record
 from tasks.statistics import BlockStatistics
 from windquant import blocks, checkpoint
+from windquant.grids import GRIDS
 from windquant.quantize import PackedMatrix, quantize_matrix
 
 log = logging.getLogger("windquant")
@@ -65,7 +66,7 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
     writer = checkpoint.Writer(out)
     report = progress.bar(f"rounding and packing {name}")
     for i in range(len(walk)):
-        for matrix, (stored, weight) in _block(walk, i, plan, job).items():
+        for matrix, (stored, weight) in _resumable(walk, i, plan, name, job).items():
             writer.add_matrix(matrix, stored)
             dense[f"{matrix}.weight"] = weight
         report(i + 1, len(walk))
@@ -85,6 +86,24 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
     _compare_logits(source, out, dense, config, job)
     log.info("%s: %.4f effective bits, %.1f MB, reloaded with equal logits", name, count.effective_bits, count.model / 1e6)
     return count
+
+
+def _resumable(
+    walk: blocks.Walk, index: int, plan: plans.Plan, name: str, job: Job
+) -> dict[str, tuple[PackedMatrix, torch.Tensor]]:
+    """`_block`, or what an interrupted run kept of it (packed; the weights are unpacked again)."""
+    key, chunk = f"{name}-{index}", plan.header["chunk_size"]
+    if not job.scratch.has(key):
+        made = _block(walk, index, plan, job)
+        job.scratch.put(key, {f"{m}.{part}": getattr(p, part) for m, (p, _) in made.items() for part in checkpoint.PARTS})
+        return made
+    kept, out = job.scratch.get(key), {}
+    for m in dict.fromkeys(u.matrix for u in plan.body if u.matrix.block == index):
+        symbols = "".join(GRIDS[b].symbol for b in plan.of(m.name))
+        parts = {part: kept[f"{m.name}.{part}"] for part in checkpoint.PARTS}
+        packed = PackedMatrix(m.rows, m.columns, chunk, symbols, **parts)
+        out[m.name] = packed, packed.dequantize()
+    return out
 
 
 def _block(walk: blocks.Walk, index: int, plan: plans.Plan, job: Job) -> dict[str, tuple[PackedMatrix, torch.Tensor]]:

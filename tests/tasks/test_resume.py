@@ -1,0 +1,92 @@
+"""Stages cut off in the middle and run again give the bytes of a run in one piece."""
+
+import shutil
+
+import pytest
+import torch
+
+from tasks import allocate, calibrate, plans, progress, quantize, sensitivity, store
+from tasks.allocate import AllocateConfig
+from tasks.calibrate import CalibrateConfig
+from tasks.config import Common
+from tasks.job import Job
+from tasks.quantize import QuantizeConfig
+from windquant.sensitivity import SensitivityConfig
+
+STAGES = {
+    "calibrate": (calibrate.run, CalibrateConfig()),
+    "sensitivity": (sensitivity.run, SensitivityConfig(chunk_size=32)),
+    "allocate": (allocate.run, AllocateConfig(target_bits=2.75)),
+    "quantize": (quantize.run, QuantizeConfig(check_tokens=16)),
+}
+
+
+class Cut(Exception):
+    pass
+
+
+def run(stage, fingerprint="x"):
+    out = store.state(stage) / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    function, config = STAGES[stage]
+    function(config, Job(stage, Common(), out, store.Scratch(stage, fingerprint)))
+    return out
+
+
+@pytest.fixture
+def prepared(tmp_path, tiny_folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_folder, store.path("prepare") / "model")
+    ids = torch.arange(120, dtype=torch.int32).view(4, 30)
+    for split in ("calibration", "validation"):
+        store.save_tensors(store.path("prepare") / "windows" / f"{split}.safetensors", {"ids": ids})
+    store.save_json(store.path("prepare") / "manifest.json", {"model_hash": "0"})
+
+
+@pytest.mark.parametrize(
+    ("stage", "at"), [("calibrate", 2), ("calibrate", 4), ("sensitivity", 1), ("quantize", 1), ("quantize", 3)]
+)
+def test_a_stage_cut_off_goes_on_to_the_same_bytes(prepared, monkeypatch, stage, at):
+    for earlier in STAGES:
+        if earlier == stage:
+            break
+        shutil.copytree(run(earlier), store.path(earlier))
+    whole = store.hash_tree(run(stage, "whole"))
+    calls, computed = [], []
+
+    def bar(label):
+        def report(done, total):
+            calls.append(done)
+            if len(calls) == at:
+                raise Cut
+
+        return report
+
+    monkeypatch.setattr(progress, "bar", bar)
+    with pytest.raises(Cut):
+        run(stage, "cut")
+    put = store.Scratch.put
+    monkeypatch.setattr(store.Scratch, "put", lambda self, name, t: (computed.append(name), put(self, name, t)))
+    assert store.hash_tree(run(stage, "cut")) == whole
+    total = {"calibrate": 5, "sensitivity": 2, "quantize": 4}[stage]
+    assert 0 < len(computed) < total  # the rest was taken from the resume state
+
+
+def test_a_plan_for_another_model_is_refused(prepared):
+    for stage in ("calibrate", "sensitivity", "allocate"):
+        shutil.copytree(run(stage), store.path(stage))
+    file = store.path("allocate") / "lagrangian.parquet"
+    plan = plans.load_plan(file)
+    plans.save_plan(file, plans.Plan(plan.body[:-1], plan.bits[:-1], plan.header), [0.0] * (len(plan.bits) - 1))
+    with pytest.raises(quantize.UserError, match="plan lagrangian is for another model than artifacts/prepare/model"):
+        run("quantize")
+
+
+def test_the_size_dial_keeps_the_whole_file_below_it(prepared, monkeypatch):
+    for stage in ("calibrate", "sensitivity"):
+        shutil.copytree(run(stage), store.path(stage))
+    monkeypatch.setitem(STAGES, "allocate", (allocate.run, AllocateConfig(target_size="70KB")))
+    shutil.copytree(run("allocate"), store.path("allocate"))
+    size = (run("quantize") / "lagrangian" / "model.safetensors").stat().st_size
+    assert 0.9 * 70_000 < size <= 70_000
