@@ -7,7 +7,7 @@ READY := .venv/.ready
 .DELETE_ON_ERROR:
 
 run: $(READY)            ## the whole pipeline; a second time, with nothing changed, it does no work
-	@$(BIN)/python -m flows.pipeline
+	@$(BIN)/python -m flows.run
 
 test: $(READY)           ## the test suite
 	$(BIN)/python -m pytest

@@ -1,6 +1,6 @@
 """The pipeline: every stage through DVC, in order, under one MLflow run.
 
-python -m flows.pipeline        what `make run` calls; `dvc repro` makes the same artifacts without Prefect
+Scheduled by prefect.yaml; by hand `python -m flows.run`. `dvc repro` makes the same artifacts without Prefect.
 """
 
 import os
@@ -18,7 +18,7 @@ from prefect.states import Completed, Failed  # noqa: E402
 from tasks import tracking  # noqa: E402
 from tasks.errors import UserError  # noqa: E402
 from tasks.stage import StageFailed, run_stage  # noqa: E402
-from tasks.store import STAGES  # noqa: E402
+from tasks.stages import STAGES  # noqa: E402
 
 
 @flow(name="pipeline")

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tasks import progress, store
+# Nothing heavier up here: an interrupt while torch is imported must end in a sentence too.
 from tasks.errors import UserError
+from tasks.stages import STAGES
+from windquant.errors import InputError
 
 log = logging.getLogger("windquant")
 USER_ERROR, INTERRUPTED = 2, 130
@@ -29,32 +31,23 @@ MAIN = os.getpid()
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1 or argv[0] not in store.STAGES:
-        print(f"usage: python -m tasks <{'|'.join(store.STAGES)}>", file=sys.stderr)
+    if len(argv) != 1 or argv[0] not in STAGES:
+        print(f"usage: python -m tasks <{'|'.join(STAGES)}>", file=sys.stderr)
         return USER_ERROR
     stage = argv[0]
     signal.signal(signal.SIGTERM, _interrupt)
-    log_file = store.state(stage) / "log.txt"
-    _logging(stage, log_file)
     try:
+        log_file = Path(".state") / stage / "log.txt"
+        _logging(stage, log_file)
         _run(stage, log_file)
         return 0
-    except UserError as e:
-        log.error("%s", e)
-        return USER_ERROR
     except KeyboardInterrupt:
         log.error("interrupted; what is done is kept, the next run goes on from there")
         return INTERRUPTED
-    except (OSError, MemoryError, RuntimeError) as e:
-        sentence = _resource_sentence(e)
-        if sentence is None:
-            log.error("%s", traceback.format_exc())
-            return 1
-        log.error("%s", sentence)
-        return USER_ERROR
-    except Exception:
-        log.error("%s", traceback.format_exc())
-        return 1
+    except Exception as e:
+        sentence = str(e) if isinstance(e, UserError | InputError) else _resource_sentence(e)
+        log.error("%s", sentence or traceback.format_exc())
+        return USER_ERROR if sentence else 1
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -65,6 +58,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def _logging(stage: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
+    logging.raiseExceptions = False  # a full disk is reported once, not with every line of the log
     # The libraries' own bars and hints would drown ours.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -74,7 +68,7 @@ def _logging(stage: str, file: Path) -> None:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():  # the libraries' bars, in a log
-        os.environ |= {"TQDM_MININTERVAL": str(progress.EVERY_S), "TQDM_DELAY": str(progress.EVERY_S), "TQDM_ASCII": "1"}
+        os.environ |= {"TQDM_MININTERVAL": "5", "TQDM_DELAY": "5", "TQDM_ASCII": "1"}
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(file, mode="w")]
     handlers[0].setFormatter(logging.Formatter(f"{stage}: %(message)s"))
     handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -85,7 +79,7 @@ def _logging(stage: str, file: Path) -> None:
 
 
 def _run(stage: str, log_file: Path) -> None:
-    from tasks import settings, tracking
+    from tasks import settings, store, tracking
     from tasks.job import Record
 
     params = settings.load()
@@ -110,7 +104,7 @@ def _run(stage: str, log_file: Path) -> None:
     log.info("done in %.0f s", usage["wall_seconds"])
 
 
-def _stage(stage: str, params: Any, out: Path, scratch: store.Scratch) -> Any:
+def _stage(stage: str, params: Any, out: Path, scratch: Any) -> Any:
     import torch
 
     from tasks.job import Job
@@ -132,6 +126,8 @@ def _fingerprint(stage: str, params: dict[str, Any]) -> str:
     """Of all that the stage's result depends on: its parameters and the dependencies that dvc.yaml lists."""
     from ruamel.yaml import YAML
 
+    from tasks import store
+
     digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode())
     dvc = YAML(typ="safe").load(Path("dvc.yaml").read_text())
     for dep in map(Path, dvc["stages"][stage]["deps"]):
@@ -144,6 +140,8 @@ def _fingerprint(stage: str, params: dict[str, Any]) -> str:
 def _provenance() -> dict[str, str]:
     """git commit, and hash of the lock file that the run started from."""
     import subprocess
+
+    from tasks import store
 
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     lock = Path("dvc.lock")
@@ -170,15 +168,16 @@ def _usage(wall: float, cpu: float) -> dict[str, float]:
     }
 
 
-def _resource_sentence(e: BaseException) -> str | None:
-    if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full; free some space and run again, what is done is kept"
-    text = str(e)
-    # safetensors and pyarrow report a full disk in their own exceptions.
-    if "No space left on device" in text or "os error 28" in text:
-        return "the disk is full; free some space and run again, what is done is kept"
-    if isinstance(e, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text:
-        return "memory ran out; close other programs, or lower prepare.window and benchmark.batch_size"
+def _resource_sentence(e: BaseException | None) -> str | None:
+    """For a full disk or memory, wherever in the chain of causes: libraries wrap both in errors of their own."""
+    while e is not None:
+        text = str(e).lower()
+        full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or "no space left on device" in text or "database or disk is full" in text:
+            return "the disk is full; free some space and run again, what is done is kept"
+        if isinstance(e, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+            return "memory ran out; close other programs, or lower prepare.window and benchmark.batch_size"
+        e = e.__cause__ or e.__context__
     return None
 
 

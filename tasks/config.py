@@ -40,7 +40,7 @@ class Common:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ValueError(f"threads {self.threads} is negative; 0 takes every core")
-        if self.seed < 0:
-            raise ValueError(f"seed {self.seed} is negative; any whole number from 0 on will do")
+        if not 0 <= self.threads <= 1024:
+            raise ValueError(f"threads {self.threads} is not between 0 and 1024; 0 takes every core")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed} is not a whole number from 0 to 2^63 - 1")

@@ -52,8 +52,11 @@ def shards(folder: Path) -> dict[str, Path]:
         raise UserError(
             f"{folder} has no model.safetensors; save the model with `save_pretrained` (pickled .bin files are refused)"
         )
-    with safe_open(single, "pt") as f:
-        return dict.fromkeys(f.keys(), single)
+    try:
+        with safe_open(single, "pt") as f:
+            return dict.fromkeys(f.keys(), single)
+    except Exception as e:  # safetensors' own error is not exported everywhere
+        raise UserError(f"{single} is damaged or cut short ({first_line(e)}); copy the model again") from e
 
 
 def check_shapes(folder: Path, model: Any) -> bool:

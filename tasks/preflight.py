@@ -57,7 +57,7 @@ def _distinct_inputs(body: list[units.Matrix]) -> list[int]:
 
 def sentence(facts: dict[str, int]) -> str:
     return (
-        f"{facts['parameters'] / 1e6:.0f} M weights, {facts['body_weights'] / 1e6:.0f} M of them to quantize in "
+        f"{facts['parameters'] / 1e6:.3g} M weights, {facts['body_weights'] / 1e6:.3g} M of them to quantize in "
         f"{facts['blocks']} blocks; about {math.ceil(facts['disk_needed'] / 2**30)} GiB of disk and "
         f"{math.ceil(facts['memory_needed'] / 2**30)} GiB of memory"
     )

@@ -4,6 +4,7 @@ Out: model/ (safetensors, tokenizer), text/<split>.parquet, windows/<split>.safe
 """
 
 import logging
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from tasks import models, preflight, sources, store, text
 from tasks.config import by_effort
 from tasks.errors import UserError
 from tasks.job import Job, Record
+from windquant import blocks
 
 log = logging.getLogger("windquant")
 
@@ -48,15 +50,17 @@ def run(config: PrepareConfig, job: Job) -> Record:
     kind, rest = sources.scheme(config.model)
     sources.scheme(config.text)
     models.quiet()
-    cache = Path(".state/sources")
+    cache = Path(os.environ.get("DVC_ROOT") or ".") / ".state/sources"  # one for all copies of the project
     file = {"hf": sources.hf_model, "path": sources.local, "pypi": lambda r: sources.pypi(r, cache)}[kind](rest)
     tokenizer, model_config = _check_model(file)
     skeleton = models.skeleton(model_config)
+    _check_architecture(skeleton, config, job)
     facts = preflight.check(skeleton, config)
     own_names = file.is_dir() and models.check_shapes(file, skeleton)
     log.info("preflight: %s", preflight.sentence(facts))
     log.info("preflight: %s", job.check_target(skeleton))
     _import_model(file, own_names, job.out / "model")
+    _try_walk(job)
     articles = _articles(config, cache)
     windows = _windows(config, articles, tokenizer)
     for split, ids in windows.items():
@@ -88,16 +92,19 @@ def run(config: PrepareConfig, job: Job) -> Record:
 def _check_model(file: Path) -> tuple[Any, Any]:
     """Tokenizer and config, before anything large is read. file: a folder, or a GGUF file."""
     if file.is_dir():
-        if (file / "config.json").exists() and "quantization_config" in store.load_json(file / "config.json"):
-            raise UserError(f"{file} is quantized already; give the original, unquantized model")
         model_config = models.config(file)
+        if "quantization_config" in store.load_json(file / "config.json"):
+            raise UserError(f"{file} is quantized already; give the original, unquantized model")
         models.shards(file)
         tokenizer = models.tokenizer(file)
     elif file.suffix == ".gguf":
         from transformers import AutoConfig, AutoTokenizer
 
-        model_config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        try:
+            model_config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        except Exception as e:  # the reader's errors on damaged files are of many kinds
+            raise UserError(f"{file} cannot be read as GGUF: {models.first_line(e)}; copy the file again") from e
     else:
         raise UserError(f"{file} is no model: give a folder with config.json and safetensors, or a .gguf file")
     if len(tokenizer) > model_config.get_text_config().vocab_size:
@@ -106,6 +113,37 @@ def _check_model(file: Path) -> tuple[Any, Any]:
             f"they do not belong together; take the tokenizer from the model's own folder"
         )
     return tokenizer, model_config
+
+
+def _check_architecture(skeleton: Any, config: PrepareConfig, job: Job) -> None:
+    kind, outside = skeleton.config.model_type, blocks.outside_linears(skeleton)
+    if outside is not None:
+        raise UserError(
+            f"model_type '{kind}' keeps weights of its blocks outside nn.Linear layers ({outside}), which would stay "
+            f"unquantized; choose a model without fused experts or convolutions"
+        )
+    longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+    for name in ("window", "eval_window"):
+        if longest is not None and getattr(config, name) > longest:
+            raise UserError(f"prepare.{name} is {getattr(config, name)}, the model reads at most {longest} tokens; lower it")
+    _ = job.device  # asks for a GPU that is not there now, not in the next stage
+
+
+def _try_walk(job: Job) -> None:
+    """The first block on a few tokens, the way the next stages run it."""
+    walk = models.walk(job.out / "model", job.device)
+    try:
+        hidden = walk.embed(torch.arange(8)[None])
+        with walk.block(0) as block, torch.no_grad():
+            hidden = walk.run(0, block, hidden.to(job.device))
+        with walk.head() as head, torch.no_grad():
+            head(hidden)
+    except (TypeError, IndexError, AttributeError, RuntimeError) as e:
+        kind = models.config(job.out / "model").model_type
+        raise UserError(
+            f"model_type '{kind}' cannot be run block by block ({models.first_line(e)}); "
+            f"LLaMA-like models of transformers can"
+        ) from e
 
 
 def _import_model(file: Path, own_names: bool, out: Path) -> None:

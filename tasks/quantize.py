@@ -72,7 +72,7 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
         report(i + 1, len(walk))
     names = checkpoint.others(walk.model)
     for other, tensor in walk.source(lambda n: n in names).items():
-        half = checkpoint.store_other(tensor)
+        half = checkpoint.store_other(other, tensor)
         writer.add(other, half)
         dense[other] = half.float()
     writer.close(models.config(source).to_dict(), plan.header["chunk_size"])

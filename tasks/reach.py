@@ -32,7 +32,7 @@ class Reach:
         small, large = self.sizes
         return (
             f"target_bits can be {math.ceil(low * 100) / 100:g} to {math.floor(high * 100) / 100:g}, "
-            f"target_size {small / 1e6:.1f}MB to {large / 1e6:.1f}MB ({self.other_bytes / 1e6:.1f}MB of it embeddings and "
+            f"target_size {small / 1e6:.4g}MB to {large / 1e6:.4g}MB ({self.other_bytes / 1e6:.3g}MB of it embeddings and "
             f"the rest, kept at 16 bits)"
         )
 

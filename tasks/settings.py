@@ -57,7 +57,9 @@ def load(file: Path = Path("params.yaml")) -> Params:
     except FileNotFoundError:
         raise UserError(f"{file.resolve()} is missing; run from the project's root") from None
     except YAMLError as e:
-        raise UserError(f"{file} is not YAML: {str(e).splitlines()[0]}") from e
+        problem, mark = getattr(e, "problem", None), getattr(e, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{file}{where} is not YAML: {problem or str(e).splitlines()[0]}") from e
     return parse(data or {}, file.name)
 
 
@@ -75,7 +77,7 @@ def parse(data: dict[str, Any], file: str = "params.yaml") -> Params:
 def _section(cls: type, values: Any, name: str, file: str) -> Any:
     adapter = TypeAdapter(validated(cls, frozen=True, config=ConfigDict(extra="forbid", strict=True)))
     try:
-        return cls(**vars(adapter.validate_json(json.dumps(values))))
+        return cls(**vars(adapter.validate_json(json.dumps(values, default=str))))
     except ValidationError as e:
         raise UserError(f"{file}: {_sentence(e, cls, name)}") from e
 

@@ -58,11 +58,11 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
                     log.info(line)
         except BaseException:
             _stop(process)
+            _restore(stage, environment)
             raise
     text = "\n".join(said)
     if process.returncode:
-        # DVC deleted the stage's earlier result before running it; its cache still has it.
-        subprocess.run([*DVC, "--quiet", "checkout", stage], env=environment, capture_output=True)
+        _restore(stage, environment)
         spoken = [s for s in said if s.startswith(f"{stage}: ")] or [s for s in said if s.startswith("ERROR: ")]
         last = spoken[-1] if spoken else f"{stage}: dvc exited with {process.returncode}"
         if USER_ERROR.search(text):
@@ -73,6 +73,11 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
     if "is cached - skipping run" in text:
         return Completed(message=f"{stage}: DVC put back an earlier result", name="Restored")
     return Completed(message=f"{stage}: nothing changed", name="Cached")
+
+
+def _restore(stage: str, environment: dict[str, str]) -> None:
+    """DVC deletes a stage's earlier result before it runs the stage; its cache still has it."""
+    subprocess.run([*DVC, "--quiet", "checkout", stage], env=environment, capture_output=True)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

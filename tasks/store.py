@@ -20,8 +20,6 @@ from torch import Tensor
 
 from tasks.errors import UserError
 
-STAGES = ("prepare", "calibrate", "sensitivity", "allocate", "quantize", "benchmark", "compare")
-
 
 def path(stage: str) -> Path:
     """The folder of a stage's artifacts, relative to the project (a stage runs in the project's root)."""

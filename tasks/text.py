@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor
 
-from tasks import progress
+from tasks import models, progress
 from tasks.errors import UserError
 
 SPLITS = {"test": 0.1, "validation": 0.1, "calibration": 0.2, "train": 0.6}
@@ -95,12 +95,17 @@ def local_articles(path: Path) -> list[dict[str, str]]:
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
     for file in files:
         kind = file.suffix.lower()
-        if kind in (".bz2", ".xml") or ".xml" in file.name:
-            articles += wiki_articles(file)
-        elif kind in loaders:
-            articles += _frame(datasets.load_dataset(loaders[kind], data_files=str(file), split="train"))
-        elif kind == ".txt":
-            articles.append({"title": file.stem, "text": file.read_text()})
+        try:
+            if kind in (".bz2", ".xml") or ".xml" in file.name:
+                articles += wiki_articles(file)
+            elif kind in loaders and file.stat().st_size:
+                articles += _frame(datasets.load_dataset(loaders[kind], data_files=str(file), split="train"))
+            elif kind == ".txt":
+                articles.append({"title": file.stem, "text": file.read_text(encoding="utf-8")})
+        except Exception as e:  # every format has errors of its own
+            cause = models.first_line(e.__cause__ or e)
+            raise UserError(f"{file} cannot be read as {kind} text (UTF-8): {cause}; mend the file or take it away") from e
+    articles = [a for a in articles if a["text"].strip()]
     if not articles:
         raise UserError(f"{path} holds no text: put .txt, .jsonl, .json, .csv, .parquet or MediaWiki .xml files there")
     return articles
@@ -123,7 +128,7 @@ def hub_articles(rest: str) -> dict[str, list[dict[str, str]]]:
 def split_articles(articles: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
     """Whole articles to SPLITS by their shares of the characters.
 
-    A text of a single article is cut into paragraphs' runs first, so that it too can be split.
+    A text of few articles is cut into pieces first, so that it too can be split.
     """
     if len(articles) < 2 * len(SPLITS):
         articles = [piece for a in articles for piece in _pieces(a)]
@@ -143,11 +148,11 @@ def split_articles(articles: list[dict[str, str]]) -> dict[str, list[dict[str, s
 
 
 def _pieces(article: dict[str, str], count: int = 20) -> list[dict[str, str]]:
-    lines = article["text"].splitlines(keepends=True)
-    size = -(-len(lines) // count)
+    words = re.findall(r"\S+\s*", article["text"])
+    size = max(1, -(-len(words) // count))
     return [
-        {"title": f"{article['title']} ({i // size + 1})", "text": "".join(lines[i : i + size])}
-        for i in range(0, len(lines), size)
+        {"title": f"{article['title']} ({i // size + 1})", "text": "".join(words[i : i + size])}
+        for i in range(0, len(words), size)
     ]
 
 
@@ -157,7 +162,8 @@ def token_windows(articles: list[dict[str, str]], tokenizer: Any, length: int, s
     A tokenizer that begins every text with a BOS token begins every window with one. Raises UserError when the text is
     too short for one window.
     """
-    encoded = tokenizer([a["text"] for a in articles], add_special_tokens=False, verbose=False)["input_ids"]
+    texts = [a["text"] for a in articles]
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stream = [t for ids in encoded for t in ids + separator]
     bos = begins_with_bos(tokenizer)

@@ -4,6 +4,7 @@ Database mlruns/mlflow.db, files under mlruns/artifacts, both addressed absolute
 of the project (`dvc exp run --temp`) records in the project itself.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from filelock import FileLock
 
+from tasks.errors import UserError
 from tasks.job import Record
 
 if TYPE_CHECKING:
@@ -43,16 +45,20 @@ def client() -> tuple["MlflowClient", str]:
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
     folder = home() / "mlruns"
     folder.mkdir(exist_ok=True)
-    with FileLock(folder / ".lock"):
-        found = MlflowClient(uri())
-        experiment = found.get_experiment_by_name(EXPERIMENT)
-        if experiment is not None:
-            return found, experiment.experiment_id
-        return found, found.create_experiment(EXPERIMENT, artifact_location=(folder / "artifacts").as_uri())
+    try:
+        with FileLock(folder / ".lock"):
+            found = MlflowClient(uri())
+            experiment = found.get_experiment_by_name(EXPERIMENT)
+            if experiment is not None:
+                return found, experiment.experiment_id
+            return found, found.create_experiment(EXPERIMENT, artifact_location=(folder / "artifacts").as_uri())
+    except MlflowException as e:
+        raise UserError(f"MLflow cannot record at {uri()}: {str(e).splitlines()[0]}; correct MLFLOW_TRACKING_URI") from e
 
 
 @dataclass
@@ -92,9 +98,11 @@ def run(name: str, tags: dict[str, str], log_file: Path | None = None) -> Iterat
         status = "KILLED"
         raise
     finally:
-        if log_file is not None:
-            opened.file(log_file)
-        api.set_terminated(opened.id, status)
+        # On a full disk this fails as well: the first error is the one to tell, and the next run marks this one killed.
+        with contextlib.suppress(Exception) if status == "FAILED" else contextlib.nullcontext():
+            if log_file is not None:
+                opened.file(log_file)
+            api.set_terminated(opened.id, status)
 
 
 def mark_killed(api: "MlflowClient", experiment: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tasks import settings, store
+from tasks.stages import STAGES
 from tests.imports import closure, names
 
 DVC = YAML(typ="safe").load(Path("dvc.yaml").read_text())
@@ -15,30 +16,30 @@ SOURCES = [f for package in ("windquant", "tasks", "flows", "benchmarks") for f 
 
 
 def test_stages_have_one_name_in_six_places():
-    assert tuple(DVC["stages"]) == store.STAGES
-    assert tuple(f.name for f in fields(settings.Params)) == ("common", *store.STAGES) == tuple(settings.SECTIONS)
-    assert tuple(YAML(typ="safe").load(Path("params.yaml").read_text())) == ("common", *store.STAGES)
-    for stage in store.STAGES:
+    assert tuple(DVC["stages"]) == STAGES
+    assert tuple(f.name for f in fields(settings.Params)) == ("common", *STAGES) == tuple(settings.SECTIONS)
+    assert tuple(YAML(typ="safe").load(Path("params.yaml").read_text())) == ("common", *STAGES)
+    for stage in STAGES:
         assert DVC["stages"][stage]["cmd"] == f"python -m tasks {stage}"
         assert callable(importlib.import_module(f"tasks.{stage}").run)
 
 
-@pytest.mark.parametrize("stage", store.STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_tracks_its_own_section_and_its_own_outputs(stage):
     assert DVC["stages"][stage]["params"] == ["common", stage]
     assert DVC["stages"][stage]["outs"] == [str(store.path(stage)), str(store.run_record(stage))]
 
 
-@pytest.mark.parametrize("stage", store.STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_deps_cover_every_module_a_stage_imports(stage):
     """Else an edit to the library would not run the stage again."""
     code = {Path(d) for d in DVC["stages"][stage]["deps"] if d.endswith(".py")}
     assert code == closure(Path(f"tasks/{stage}.py"))
 
 
-@pytest.mark.parametrize("stage", store.STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_other_deps_are_outputs_of_earlier_stages_or_the_users_folders(stage):
-    earlier = store.STAGES[: store.STAGES.index(stage)]
+    earlier = STAGES[: STAGES.index(stage)]
     outs = [str(p) for s in earlier for p in (store.path(s), store.run_record(s))]
     for dep in (d for d in DVC["stages"][stage]["deps"] if not d.endswith(".py")):
         assert dep in ("data/sources", "data/tasks") or any(dep == o or dep.startswith(f"{o}/") for o in outs), dep

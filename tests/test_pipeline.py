@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from ruamel.yaml import YAML
 
 from tasks import store
+from tasks.stages import STAGES
 from tests.conftest import article, tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,17 +51,20 @@ def change(folder: Path, **sections: dict) -> None:
     yaml.dump(data, folder / "params.yaml")
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def environment() -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW", "DVC", "WINDQUANT"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = clean | {"OMP_NUM_THREADS": "1", "PATH": path}
-    return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True)
+    return clean | {"OMP_NUM_THREADS": "1", "PATH": path}
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment(), capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = clone(tmp_path_factory.mktemp("project"))
-    done = run(folder, "flows.pipeline")
+    done = run(folder, "flows.run")
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("MLflow UI", "Prefect UI", "| reference", "| uniform", "| lagrangian"):
         assert name in done.stdout
@@ -68,7 +73,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_stage_left_its_artifacts_and_the_plan_keeps_its_budget(project, monkeypatch):
     monkeypatch.chdir(project)
-    for stage in store.STAGES:
+    for stage in STAGES:
         assert store.path(stage).is_dir() and "mlflow_run" in store.load_json(store.run_record(stage))
     metrics = store.load_json(store.path("compare") / "metrics.json")
     assert 0.97 * 2.75 < metrics["effective_bits"] <= 2.75
@@ -85,23 +90,23 @@ def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkey
     assert parent.info.status == "FINISHED"
     assert {"effective_bits", "target_bits", "model_bytes", "perplexity", "kl_to_reference", "acc/last_word", "acc_mean",
             "gpu_hours", "cpu_hours", "wall_seconds", "peak_rss_gib", "bits_share/2", "bytes/codes"} <= parent.data.metrics.keys()  # fmt: skip
-    for stage in store.STAGES:
+    for stage in STAGES:
         assert runs[stage].data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert runs[stage].info.status == "FINISHED" and parent.data.tags[f"state/{stage}"] == "Executed"
 
 
 def test_a_second_run_does_no_work_and_says_so(project):
-    before = {s: (project / store.run_record(s)).read_text() for s in store.STAGES}
-    done = run(project, "flows.pipeline")
+    before = {s: (project / store.run_record(s)).read_text() for s in STAGES}
+    done = run(project, "flows.run")
     assert done.returncode == 0 and "nothing changed: all 7 stages are up to date" in done.stdout + done.stderr
-    assert before == {s: (project / store.run_record(s)).read_text() for s in store.STAGES}
+    assert before == {s: (project / store.run_record(s)).read_text() for s in STAGES}
 
 
 def test_bad_input_ends_in_a_sentence_and_leaves_everything(project):
     before = store.hash_tree(project / "artifacts/allocate")
     original = (project / "params.yaml").read_text()
     change(project, allocate={"target_bits": 1.05})
-    done = run(project, "flows.pipeline")
+    done = run(project, "flows.run")
     (project / "params.yaml").write_text(original)
     assert done.returncode == 2
     assert "allocate.target_bits 1.05 is out of reach for this model: target_bits can be" in done.stderr
@@ -117,3 +122,23 @@ def test_two_clones_give_the_same_plan_hash_for_hash(project, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in ("prepare", "calibrate", "sensitivity", "allocate"):
         assert store.hash_tree(other / store.path(stage)) == store.hash_tree(project / store.path(stage)), stage
+
+
+def test_ctrl_c_on_a_terminal_ends_the_run_and_leaves_everything(project):
+    """The signal goes to every process of the terminal's foreground group at once."""
+    before = store.hash_tree(project / "artifacts/quantize")
+    original = (project / "params.yaml").read_text()
+    change(project, allocate={"target_bits": 3.5})
+    command = [sys.executable, "-m", "flows.run"]
+    flow = subprocess.Popen(command, cwd=project, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True, start_new_session=True)  # fmt: skip
+    assert flow.stdout is not None
+    for line in flow.stdout:
+        if "python -m tasks quantize" in line:
+            os.killpg(flow.pid, signal.SIGINT)
+            break
+    rest, _ = flow.communicate(timeout=90)
+    (project / "params.yaml").write_text(original)
+    assert flow.returncode == 130 and "interrupted; run again to go on from there" in rest
+    assert "Traceback" not in rest
+    assert store.hash_tree(project / "artifacts/quantize") == before

@@ -1,7 +1,7 @@
 """Spending a budget of bytes: which width each unit gets.
 
 Every allocator is a function `(problem, generator) -> choice` that never exceeds the budget and leaves less of it
-unused than the cheapest single step up would take. `ALLOCATORS` is the list; PPO joins it behind the same signature.
+unused than one unit's next step up would take. `ALLOCATORS` is the list; PPO joins it behind the same signature.
 
 Notation: D (units, widths) distortion in nats; B (units, widths) bytes, both with columns ordered as WIDTHS; a choice
 is the column index of every unit, (units,) int64.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windquant.errors import InputError
 from windquant.grids import WIDTHS
 
 
@@ -28,9 +29,9 @@ class AllocateConfig:
 
     def __post_init__(self) -> None:
         if self.allocator not in ALLOCATORS:
-            raise ValueError(f"allocator '{self.allocator}' is unknown; choose one of {', '.join(ALLOCATORS)}")
+            raise InputError(f"allocator '{self.allocator}' is unknown; choose one of {', '.join(ALLOCATORS)}")
         if not 0 < self.target_bits <= 16.5:
-            raise ValueError(f"target_bits {self.target_bits:g} is not a number of bits between 0 and 16.5")
+            raise InputError(f"target_bits {self.target_bits:g} is not a number of bits between 0 and 16.5")
         if self.target_size is not None:
             parse_size(self.target_size)
 
@@ -39,15 +40,15 @@ _SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB
 
 
 def parse_size(text: str) -> int:
-    """`80MB` or `76.3 MiB` -> bytes. Raises ValueError with the accepted spellings."""
+    """`80MB` or `76.3 MiB` -> bytes. Raises InputError with the accepted spellings."""
     number = text.rstrip("BKMGi").strip()
     unit = text[len(text.rstrip("BKMGi")) :]
     try:
         size = float(number) * _SIZE_UNITS[unit]
     except (KeyError, ValueError):
-        raise ValueError(f"target_size '{text}' is not a size; write a number and one of {', '.join(_SIZE_UNITS)}") from None
+        raise InputError(f"target_size '{text}' is not a size; write a number and one of {', '.join(_SIZE_UNITS)}") from None
     if not 0 < size < float("inf"):
-        raise ValueError(f"target_size '{text}' is not above zero")
+        raise InputError(f"target_size '{text}' is not above zero")
     return int(size)
 
 
@@ -55,7 +56,7 @@ def parse_size(text: str) -> int:
 class Problem:
     """D, B as in the module's notation, and the budget in bytes.
 
-    Raises ValueError on NaN or negative distortions, and when not even the narrowest plan fits the budget.
+    Raises InputError on NaN or negative distortions, and when not even the narrowest plan fits the budget.
     """
 
     D: Tensor
@@ -64,10 +65,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not bool(torch.isfinite(self.D).all()) or bool((self.D < 0).any()):
-            raise ValueError("the distortion table holds NaN, Inf or negative entries; run the sensitivity stage again")
+            raise InputError("the distortion table holds NaN, Inf or negative entries; run the sensitivity stage again")
         floor = int(self.B.amin(-1).sum())
         if floor > self.budget:
-            raise ValueError(f"a budget of {self.budget} bytes is below the narrowest plan's {floor}; raise the target")
+            raise InputError(f"a budget of {self.budget} bytes is below the narrowest plan's {floor}; raise the target")
 
     def size(self, choice: Tensor) -> int:
         return int(self.B.gather(1, choice[:, None]).sum())
@@ -92,6 +93,13 @@ def _raise(problem: Problem, choice: Tensor, order: Tensor, step: int = 1) -> Te
     return torch.tensor(chosen)
 
 
+def _fill(problem: Problem, choice: Tensor, order: Tensor) -> Tensor:
+    """Passes over the units in `order`, one width up each, until no step fits any more."""
+    while not torch.equal(raised := _raise(problem, choice, order), choice):
+        choice = raised
+    return choice
+
+
 def widest_uniform(problem: Problem) -> int:
     """Index of the widest width that fits when every unit takes it."""
     total = problem.B.sum(0)
@@ -112,7 +120,7 @@ def uniform(problem: Problem, generator: torch.Generator) -> Tensor:
     position = (torch.arange(1, n + 1, dtype=torch.float64) * share).floor()
     lifted = position > (torch.arange(n, dtype=torch.float64) * share).floor()
     order = torch.cat([lifted.nonzero()[:, 0], (~lifted).nonzero()[:, 0]])
-    return _raise(problem, choice, order)
+    return _fill(problem, choice, order)
 
 
 def random(problem: Problem, generator: torch.Generator) -> Tensor:
@@ -123,9 +131,7 @@ def random(problem: Problem, generator: torch.Generator) -> Tensor:
         keep = torch.rand(len(order), generator=generator) < 0.5
         raised = _raise(problem, choice, order[keep])
         if torch.equal(raised, choice):
-            raised = _raise(problem, choice, order)
-            if torch.equal(raised, choice):
-                return choice
+            return _fill(problem, choice, order)
         choice = raised
 
 
@@ -135,19 +141,17 @@ def sensitivity_rank(problem: Problem, generator: torch.Generator) -> Tensor:
     base = widest_uniform(problem)
     choice = torch.full((len(problem.B),), base)
     order = (problem.D[:, base] / problem.B[:, base]).argsort(descending=True, stable=True)
-    for step in (2, 1):
-        choice = _raise(problem, choice, order, step)
-    return choice
+    return _fill(problem, _raise(problem, choice, order, 2), order)
 
 
 def lagrangian(problem: Problem, generator: torch.Generator) -> Tensor:
     """argmin over each unit of D + lambda B, with lambda bisected to the budget; the rest is spent greedily.
 
-    Optimal among all plans of its own size (Everett 1963); the remainder after it is less than one unit's step.
+    What the bisection finds is optimal among all plans of its own size (Everett 1963).
     """
     D, B = problem.D.double(), problem.B.double()
     choose = lambda lam: (D + lam * B).argmin(1)  # noqa: E731
-    low, high = 1e-40, float(D.max() / (B[:, 1:] - B[:, :-1]).abs().min()) + 1.0
+    low, high = 1e-40, float(D.max() / (B[:, 1:] - B[:, :-1]).abs().clamp_min(1).min()) + 1.0
     if problem.size(choose(low)) <= problem.budget:
         return choose(low)
     for _ in range(200):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windquant.errors import InputError
 from windquant.units import Matrix
 
 WeightSource = Callable[[Callable[[str], bool]], dict[str, Tensor]]
@@ -21,14 +22,14 @@ WeightSource = Callable[[Callable[[str], bool]], dict[str, Tensor]]
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Path and list of the decoder blocks. Raises ValueError when the model has no list of blocks with nn.Linear."""
+    """Path and list of the decoder blocks. Raises InputError when the model has no list of blocks with nn.Linear."""
     lists = [
         (name, m)
         for name, m in model.named_modules()
         if isinstance(m, nn.ModuleList) and any(isinstance(x, nn.Linear) for x in m.modules())
     ]
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of decoder blocks with nn.Linear layers to quantize")
+        raise InputError(f"{type(model).__name__} has no list of decoder blocks with nn.Linear layers to quantize")
     # The outermost list wins a tie with lists of experts inside its blocks.
     return max(lists, key=lambda item: (len(item[1]), -item[0].count(".")))
 
@@ -36,6 +37,17 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def linears(block: nn.Module) -> dict[str, nn.Linear]:
     """The block's linear layers by their path inside the block."""
     return {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
+
+
+def outside_linears(model: nn.Module) -> str | None:
+    """The first weight matrix of a decoder block that is in no nn.Linear (fused experts, convolutions), if any."""
+    prefix, blocks = decoder_blocks(model)
+    for i, block in enumerate(blocks):
+        inside = {f"{name}.weight" for name in linears(block)}
+        for name, p in block.named_parameters():
+            if p.ndim > 1 and name not in inside:
+                return f"{prefix}.{i}.{name}"
+    return None
 
 
 def matrices(model: nn.Module) -> list[Matrix]:
@@ -57,6 +69,7 @@ class _Stand(nn.Module):
         self._block = [block]
         self.output: Tensor | None = None
         self.input: Tensor | None = None
+        self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -65,8 +78,8 @@ class _Stand(nn.Module):
         except AttributeError:
             return getattr(self._block[0], name)  # models read e.g. `attention_type` off their layers
 
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        self.input, self.kwargs = hidden, kwargs
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.input, self.args, self.kwargs = hidden, args, kwargs
         return hidden if self.output is None else self.output
 
 
@@ -76,7 +89,7 @@ class Walk:
     def __init__(self, model: nn.Module, source: WeightSource, device: torch.device) -> None:
         self.model, self.source, self.device = model.eval().requires_grad_(False), source, device
         self.prefix, self._blocks = decoder_blocks(model)
-        self._kwargs: list[dict[str, Any]] = []
+        self._called: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -91,6 +104,7 @@ class Walk:
         block, prefix = self._blocks[index], f"{self.prefix}.{index}."
         tensors = self.source(lambda name: name.startswith(prefix))
         _assign(block, {name.removeprefix(prefix): t for name, t in tensors.items()}, self.device)
+        _check_complete(block, f"block {index}")
         try:
             yield block
         finally:
@@ -106,6 +120,7 @@ class Walk:
         inside = f"{self.prefix}."
         _assign(self.model, self.source(lambda name: not name.startswith(inside)), self.device)
         self.model.tie_weights()  # pyright: ignore[reportCallIssue]
+        _check_complete(self.model, "the model around its blocks")
         try:
             yield stands
         finally:
@@ -122,12 +137,13 @@ class Walk:
                 self.model(input_ids=row[None].to(self.device), use_cache=False)
                 assert stands[0].input is not None
                 hidden.append(stands[0].input.cpu())
-            self._kwargs = [s.kwargs for s in stands]
+            self._called = [(s.args, s.kwargs) for s in stands]
         return torch.cat(hidden)
 
     def run(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
         """One window (1, T, hidden) through a materialised block, with the arguments the model gave it in `embed`."""
-        out = block(hidden, **self._kwargs[index])
+        args, kwargs = self._called[index]
+        out = block(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     @contextmanager
@@ -144,15 +160,20 @@ class Walk:
 
 
 def _assign(module: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
-    tensors = {name: t.to(device, torch.float32, copy=True) for name, t in tensors.items()}
-    result = module.load_state_dict(tensors, strict=False, assign=True)
-    missing = [n for n in result.missing_keys if "lm_head" not in n]
-    if missing or result.unexpected_keys:
-        raise ValueError(f"the model's weights do not fit its config: {(missing + result.unexpected_keys)[:3]}")
+    """Give a module its tensors, float32; what else a checkpoint carries (old rotary buffers, ...) is left out."""
+    own = module.state_dict().keys()
+    tensors = {name: t.to(device, torch.float32, copy=True) for name, t in tensors.items() if name in own}
+    module.load_state_dict(tensors, strict=False, assign=True)
     module.requires_grad_(False)
     for m in module.modules():
         for name, buffer in m.named_buffers(recurse=False):
             m.register_buffer(name, buffer.to(device), persistent=name not in m._non_persistent_buffers_set)
+
+
+def _check_complete(module: nn.Module, what: str) -> None:
+    missing = [name for name, p in module.named_parameters() if p.is_meta]
+    if missing:
+        raise InputError(f"the model's weights do not fit its config: {what} lacks {missing[0]}; copy the model again")
 
 
 def _release(module: nn.Module) -> None:

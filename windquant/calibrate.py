@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from windquant.blocks import Walk, linears
+from windquant.errors import InputError
 
 Report = Callable[[int, int], None]
 """Called with (done, total) after each piece of work."""
@@ -38,6 +39,7 @@ class Inputs:
     scale: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     source: dict[str, str] = field(default_factory=dict)
+    block: int = 0
     """matrix -> the matrix under whose name their common input is kept."""
 
     @contextmanager
@@ -67,7 +69,9 @@ class Inputs:
 
     def _add(self, name: str, x: Tensor) -> None:
         if not bool(torch.isfinite(x).all()):
-            raise ValueError(f"the input of {name} holds NaN or Inf: the model overflows on the calibration text")
+            raise InputError(
+                f"the input of {name} in block {self.block} holds NaN or Inf: the model overflows on the calibration text"
+            )
         if name not in self.moment:
             self.moment[name] = x.new_zeros(x.shape[1], x.shape[1])
             self.scale[name] = x.new_zeros(x.shape[1])
@@ -113,7 +117,7 @@ def calibrate(
     """Yields (block, statistics) from the last block to the first.
 
     windows: token ids (n, T), int64. Statistics hold `H.<i>`, `a.<i>` for each distinct input i of the block,
-    `source.<matrix>` -> i, and `g.<matrix>`. Raises ValueError on NaN or Inf activations, with the matrix's name.
+    `source.<matrix>` -> i, and `g.<matrix>`. Raises InputError on NaN or Inf activations, with the matrix's name.
     """
     n, blocks, steps = len(windows), len(walk), 2 * len(walk) + 1
     hidden = walk.embed(windows)
@@ -142,7 +146,7 @@ def _input(scratch: Scratch, index: int, embedded: Tensor) -> Tensor:
 @torch.no_grad()
 def _forward(walk: Walk, index: int, hidden: Tensor) -> dict[str, Tensor]:
     """The block's outputs for all windows, and the statistics of its inputs."""
-    inputs, output = Inputs(), torch.empty_like(hidden)
+    inputs, output = Inputs(block=index), torch.empty_like(hidden)
     with walk.block(index) as block:
         for j, h in enumerate(hidden):
             with inputs.watch(block):

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from windquant import blocks
+from windquant.errors import InputError
 from windquant.grids import BY_SYMBOL
 from windquant.quantize import PackedMatrix
 from windquant.units import columns_of, effective_bits
@@ -26,13 +27,16 @@ SHARD_BYTES = 2_000_000_000
 PARTS = ("codes", "scale", "span")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A folder is not a checkpoint of ours, or not whole; the message names the file and what is wrong with it."""
 
 
-def store_other(tensor: Tensor) -> Tensor:
-    """Everything but the quantized matrices is stored in float16."""
-    return tensor.to(torch.float16)
+def store_other(name: str, tensor: Tensor) -> Tensor:
+    """Everything but the quantized matrices is stored in float16. Raises InputError when it does not fit."""
+    stored = tensor.to(torch.float16)
+    if not bool(torch.isfinite(stored).all()):
+        raise InputError(f"{name} holds a value that float16 cannot (NaN, Inf or above 65504); the model cannot be stored")
+    return stored
 
 
 def others(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -182,7 +186,7 @@ def _product(shape: Iterable[int]) -> int:
 def _role(name: str, shape: tuple[int, ...]) -> str:
     if len(shape) < 2:
         return "norms"
-    return "head" if "lm_head" in name else "embeddings"
+    return "head" if "lm_head" in name or "embed_out" in name else "embeddings"
 
 
 def read_quantization(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from windquant.errors import InputError
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -31,8 +33,9 @@ def score(
 ) -> Scores:
     """Score token windows (n, T) cut `stride` apart.
 
-    Every token but a text's first is scored once: all of the first window, and of later ones the last `stride`, which
-    the windows before have not covered. Raises ValueError when a logit is NaN.
+    No token is scored twice: all of the first window but its first token, and of later ones the last `stride` tokens,
+    which the windows before have not covered (one fewer when windows do not overlap: a first token has no context).
+    Raises InputError when a logit is NaN.
     """
     device = next(model.parameters()).device
     nll = kl = 0.0
@@ -48,7 +51,7 @@ def score(
         tokens += len(logp)
         report(i + 1, len(windows))
     if math.isnan(nll):
-        raise ValueError("the model's logits hold NaN on the test text")
+        raise InputError("the model's logits hold NaN on the test text")
     return Scores(nll / tokens, kl / tokens if reference is not None else None, tokens)
 
 

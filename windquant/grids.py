@@ -62,7 +62,7 @@ BY_SYMBOL: dict[str, Grid] = {g.symbol: g for g in GRIDS.values()}
 
 
 def encode(w: Tensor, s: Tensor, grid: Grid) -> Tensor:
-    """Nearest code of each weight on `s * grid`; a zero scale gives code 0. Returns uint8, shape of `w`.
+    """Nearest code of each weight on `s * grid` (of a zero scale any: `decode` gives zero). Returns uint8, shape of `w`.
 
     At 1 bit zero belongs to +s: a bare sign() would open a third level.
     """

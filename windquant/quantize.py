@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windquant import scales
+from windquant.errors import InputError
 from windquant.grids import BY_SYMBOL, GRIDS, Grid, decode, encode
 from windquant.packing import pack, unpack
 from windquant.units import columns_of
@@ -40,13 +41,13 @@ class RoundedUnits:
 def round_units(w: Tensor, H: Tensor, bits: float) -> RoundedUnits:
     """Round a stack of units (units, rows, columns) to one width, scales fitted to H (units, columns, columns).
 
-    Raises ValueError when a weight kept at 16 bits overflows float16.
+    Raises InputError when a weight kept at 16 bits overflows float16.
     """
     grid = GRIDS[bits]
     if not grid.has_scale:
         values = w.half()
         if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"a weight of {w.abs().max():g} does not fit the 16-bit format (at most 65504)")
+            raise InputError(f"a weight of {w.abs().max():g} does not fit the 16-bit format (at most 65504)")
         nothing = w.new_zeros(len(w), 0)
         return RoundedUnits(grid, values, nothing.to(torch.uint8), nothing.half())
     s, factor = scales.fit(w, H, grid)
@@ -74,14 +75,14 @@ class PackedMatrix:
         expected = self.sizes()
         found = {"codes": tuple(self.codes.shape), "scale": tuple(self.scale.shape), "span": tuple(self.span.shape)}
         if found != expected:
-            raise ValueError(f"packed tensors {found} do not fit the plan, which asks for {expected}")
+            raise InputError(f"packed tensors {found} do not fit the plan, which asks for {expected}")
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the three tensors that the plan implies. Raises ValueError when the plan has not one known letter
+        """Shapes of the three tensors that the plan implies. Raises InputError when the plan has not one known letter
         a unit."""
         widths = columns_of(self.columns, self.chunk_size)
         if len(self.symbols) != len(widths) or not set(self.symbols) <= set(BY_SYMBOL):
-            raise ValueError(f"plan '{self.symbols}' is not {len(widths)} of the letters {''.join(BY_SYMBOL)}")
+            raise InputError(f"plan '{self.symbols}' is not {len(widths)} of the letters {''.join(BY_SYMBOL)}")
         grids = [BY_SYMBOL[s] for s in self.symbols]
         scaled = sum(g.has_scale for g in grids)
         code_bytes = sum(g.code_bytes(self.rows * c) for g, c in zip(grids, widths, strict=True))

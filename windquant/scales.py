@@ -19,10 +19,13 @@ Notation: w (units, rows, columns); H (units, columns, columns); s (units, rows,
 import torch
 from torch import Tensor
 
+from windquant.errors import InputError
 from windquant.grids import Grid, encode, level, start_scale
 
 SEARCH = tuple(0.25 * (1.1 / 0.25) ** (i / 13) for i in range(14))
 GAMMA = 0.3
+OCTAVES = 12
+"""Scales of a unit span at most a factor 2^12: 254 steps of at most 3.3 %, stored to 1.7 %."""
 SCALE_BYTES = 1
 RANGE_BYTES = 4
 """Two float16 a unit: the logarithm of the smallest scale, and the step between two codes."""
@@ -71,14 +74,15 @@ def _choose(where: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> 
 
 def to_log8(s: Tensor) -> tuple[Tensor, Tensor]:
     """Store scales: codes (units, rows) uint8 and range (units, 2) float16. Code 0 is the scale zero, 1..255 are
-    `exp2(low + step * (code - 1))`.
+    `exp2(low + step * (code - 1))`. A scale below 2^-OCTAVES of its unit's largest becomes zero.
 
-    Raises ValueError when a scale is negative, NaN or infinite.
+    Raises InputError when a scale is negative, NaN or infinite.
     """
     s = s.squeeze(-1).float()
     if not bool(torch.isfinite(s).all()) or bool((s < 0).any()):
-        raise ValueError("a fitted scale is negative, NaN or infinite: check the weights and activations of this matrix")
-    positive = s > 0
+        raise InputError("a fitted scale is negative, NaN or infinite: check the weights and activations of this matrix")
+    # A row this far below the largest of its unit is nothing beside it; kept, it would coarsen all the others' scales.
+    positive = s > s.amax(-1, keepdim=True) * 2.0**-OCTAVES
     log = torch.where(positive, s, 1.0).log2()
     low = torch.where(positive, log, float("inf")).amin(-1)
     high = torch.where(positive, log, float("-inf")).amax(-1)
@@ -86,8 +90,8 @@ def to_log8(s: Tensor) -> tuple[Tensor, Tensor]:
     low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
     low16 = low.half()
     step16 = ((high - low16.float()).clamp_min(0) / 254).half()
-    step = step16.float().clamp_min(torch.finfo(torch.float16).tiny)[:, None]
-    codes = ((log - low16.float()[:, None]) / step).round().clamp(0, 254) + 1
+    step = step16.float()[:, None]
+    codes = ((log - low16.float()[:, None]) / torch.where(step > 0, step, float("inf"))).round().clamp(0, 254) + 1
     return torch.where(positive, codes, 0).to(torch.uint8), torch.stack([low16, step16], -1)
 
 

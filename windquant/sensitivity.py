@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windquant.errors import InputError
 from windquant.grids import WIDTHS
 from windquant.quantize import round_units
 from windquant.scales import quadratic
@@ -35,7 +36,7 @@ class SensitivityConfig:
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 8:
-            raise ValueError(f"chunk_size {self.chunk_size} is too narrow: a scale a row needs at least 8 columns")
+            raise InputError(f"chunk_size {self.chunk_size} is too narrow: a scale a row needs at least 8 columns")
 
 
 def split(w: Tensor, chunk_size: int) -> list[Tensor]:
@@ -59,11 +60,11 @@ def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int) -> Tensor:
     """Predicted nats of every unit of a matrix at every width, float64, (units, len(WIDTHS)).
 
     w: (rows, columns). H: (columns, columns) input second moments. g: (rows,) Fisher weights.
-    Raises ValueError on NaN or Inf in any of them.
+    Raises InputError on NaN or Inf in any of them.
     """
     for name, t in (("weights", w), ("input second moments", H), ("Fisher weights", g)):
         if not bool(torch.isfinite(t).all()):
-            raise ValueError(f"the {name} hold NaN or Inf")
+            raise InputError(f"the {name} hold NaN or Inf")
     stacks = []
     for units, moments in zip(split(w, chunk_size), split_moment(H, chunk_size), strict=True):
         columns = []
@@ -74,4 +75,7 @@ def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int) -> Tensor:
             error = eHe.clamp_min(0) + KAPPA * eHw.square() / wHw
             columns.append(0.5 * (error.double() @ g.double()))
         stacks.append(torch.stack(columns, -1))
-    return torch.cat(stacks)
+    table = torch.cat(stacks)
+    if not bool(torch.isfinite(table).all()):
+        raise InputError("the distortions overflow: activations or gradients of this matrix are too large to be true")
+    return table

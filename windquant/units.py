@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windquant.errors import InputError
 from windquant.grids import GRIDS, WIDTHS
 from windquant.scales import RANGE_BYTES, SCALE_BYTES
 
@@ -89,17 +90,18 @@ def effective_bits(size: int, weights: int) -> float:
 def bits_range(units: Sequence[Unit]) -> tuple[float, float]:
     """The floor and the ceiling of effective bits that these units can reach."""
     table, weights = sizes(units), weights_in(units)
-    return tuple(effective_bits(int(table[:, i].sum()), weights) for i in (0, -1))  # pyright: ignore[reportReturnType]
+    # Of a very narrow unit 16 bits can take fewer bytes than 8 with a scale.
+    return effective_bits(int(table.amin(1).sum()), weights), effective_bits(int(table.amax(1).sum()), weights)
 
 
 def budget_bytes(target_bits: float, units: Sequence[Unit]) -> int:
     """The bytes that `target_bits` effective bits allow.
 
-    Raises ValueError when the target lies below the floor or above the ceiling.
+    Raises InputError when the target lies below the floor or above the ceiling.
     """
     floor, ceiling = bits_range(units)
     if not floor <= target_bits <= ceiling:
-        raise ValueError(
+        raise InputError(
             f"target_bits {target_bits:g} is out of reach: with this model and chunk size a plan takes between "
             f"{math.ceil(floor * 1e4) / 1e4:g} and {math.floor(ceiling * 1e4) / 1e4:g} effective bits "
             f"(scales counted); set allocate.target_bits inside that range or widen the chunks"

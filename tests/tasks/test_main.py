@@ -5,6 +5,7 @@ import pytest
 from tasks import __main__ as entry
 from tasks import store
 from tasks.errors import UserError
+from windquant.errors import InputError
 
 
 @pytest.fixture(autouse=True)
@@ -14,13 +15,28 @@ def _inside(tmp_path, monkeypatch):
     monkeypatch.setattr(entry.signal, "signal", lambda *a: None)
 
 
+def safetensors_on_a_full_disk():
+    """safetensors' own error, which is no OSError."""
+    from safetensors import SafetensorError
+
+    return SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def sqlite_on_a_full_disk():
+    error = RuntimeError("MLflow could not write")
+    error.__cause__ = OSError("database or disk is full")
+    return error
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "sentence"),
     [
         (UserError("the value, the rule, the remedy"), 2, "the value, the rule, the remedy"),
         (KeyboardInterrupt(), 130, "interrupted; what is done is kept"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "the disk is full; free some space"),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), 2, "the disk is full; free some space"),
+        (safetensors_on_a_full_disk(), 2, "the disk is full; free some space"),
+        (sqlite_on_a_full_disk(), 2, "the disk is full; free some space"),
+        (InputError("a library's sentence"), 2, "a library's sentence"),
         (MemoryError(), 2, "memory ran out; close other programs"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "memory ran out"),
         (RuntimeError("a bug"), 1, "Traceback"),

@@ -1,3 +1,5 @@
+import datetime
+
 import pytest
 
 from tasks.errors import UserError
@@ -38,7 +40,10 @@ def test_yaml_1_2_reads_exponents_as_numbers(tmp_path):
         ({"allocate": {"target_size": "80"}}, "allocate: target_size '80' is not a size"),
         ({"allocate": {"allocator": "best"}}, "allocate: allocator 'best' is unknown; choose one of uniform"),
         ({"common": {"effort": "max"}}, r"common\.effort is 'max': input should be 'demo' or 'full'"),
-        ({"common": {"seed": -1}}, "common: seed -1 is negative"),
+        ({"common": {"seed": -1}}, "common: seed -1 is not a whole number from 0"),
+        ({"common": {"seed": 2**70}}, r"common\.seed is|common: seed"),
+        ({"common": {"seed": datetime.date(2020, 1, 1)}}, r"common\.seed is '2020-01-01': input should be a valid integer"),
+        ({"common": {"threads": 100000}}, "common: threads 100000 is not between 0 and 1024"),
         ({"benchmark": {"tasks": []}}, "benchmark: tasks is an empty list"),
         ({"benchmark": {"tasks": ["piqa", 3]}}, r"benchmark\.tasks\.1 is 3: input should be a valid string"),
         ({"common": [1]}, "common is"),
@@ -54,7 +59,14 @@ def test_a_missing_file_says_where_it_looked(tmp_path):
         load(tmp_path / "params.yaml")
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("a: [", "is not YAML"), ("- 1", "must be a mapping of sections, not list")])
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "must be a mapping of sections, not list"),
+        ("common: {}\ncommon: {}", r"line \d is not YAML: found duplicate key"),
+    ],
+)
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text, sentence):
     file = tmp_path / "params.yaml"
     file.write_text(text)

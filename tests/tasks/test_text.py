@@ -52,6 +52,29 @@ def test_a_folder_without_text_is_refused(tmp_path):
         local_articles(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", "caf\xe9".encode("latin-1")),
+        ("a.jsonl", b'{"text": '),
+        ("a.parquet", b"junk"),
+        ("a.xml.bz2", b"junk"),
+        ("a.xml", b"<mediawiki><page>"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name} cannot be read as .* text .*mend the file or take it away"):
+        local_articles(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_empty_files_hold_no_text(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match="holds no text"):
+        local_articles(tmp_path)
+
+
 def articles(n=60):
     return [{"title": str(i), "text": article(i)} for i in range(n)]
 
@@ -71,7 +94,7 @@ def test_the_split_does_not_depend_on_the_order_of_files():
 
 
 def test_a_single_text_is_cut_into_pieces():
-    text = "\n".join(article(i, 3) for i in range(100))
+    text = " ".join(article(i, 3) for i in range(100))  # all on one line
     found = split_articles([{"title": "x", "text": text}])
     assert all(found.values())
 

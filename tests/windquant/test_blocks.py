@@ -38,5 +38,19 @@ def test_a_model_without_blocks_is_refused():
 
 def test_weights_of_another_model_are_refused(walk):
     walk.source = lambda wanted: {"model.layers.0.self_attn.q_proj.weight": torch.zeros(64, 64)}
-    with pytest.raises(ValueError, match="do not fit its config"), walk.block(0):
+    with pytest.raises(ValueError, match=r"do not fit its config: block 0 lacks self_attn\.k_proj\.weight"), walk.block(0):
         pass
+
+
+def test_buffers_that_old_checkpoints_carry_do_no_harm(walk):
+    original = walk.source
+    stray = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    walk.source = lambda wanted: original(wanted) | {n: t for n, t in stray.items() if wanted(n)}
+    with walk.block(0) as block:
+        assert not any(p.is_meta for p in block.parameters())
+
+
+def test_weights_outside_linear_layers_are_found(tiny):
+    assert blocks.outside_linears(tiny) is None
+    tiny.model.layers[1].mlp.experts = nn.ParameterList([nn.Parameter(torch.zeros(2, 3, 4))])
+    assert blocks.outside_linears(tiny) == "model.layers.1.mlp.experts.0"

@@ -84,7 +84,7 @@ def test_an_overflow_is_named(walk):
         return tensors
 
     walk.source = broken
-    with pytest.raises(ValueError, match=r"input of self_attn\.o_proj holds NaN or Inf"):
+    with pytest.raises(ValueError, match=r"input of self_attn\.o_proj in block \d holds NaN or Inf"):
         run(walk)
 
 

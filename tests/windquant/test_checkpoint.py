@@ -22,8 +22,8 @@ def saved(tiny, tmp_path):
         writer.add_matrix(m.name, packed)
         linear.weight.data.copy_(dense)
     for name, p in checkpoint.others(tiny).items():
-        writer.add(name, checkpoint.store_other(p))
-        p.data.copy_(checkpoint.store_other(p).float())
+        writer.add(name, checkpoint.store_other(name, p))
+        p.data.copy_(checkpoint.store_other(name, p).float())
     writer.close(tiny.config.to_dict(), CHUNK)
     return folder, tiny
 
@@ -51,7 +51,7 @@ def test_a_missing_shard_is_refused(saved, monkeypatch, tmp_path):
             m.name, quantize_matrix(model.get_submodule(m.name).weight, torch.eye(m.columns), widths, CHUNK)[0]
         )
     for name, p in checkpoint.others(model).items():
-        writer.add(name, checkpoint.store_other(p))
+        writer.add(name, checkpoint.store_other(name, p))
     writer.close(model.config.to_dict(), CHUNK)
     load(folder, model)  # whole
     next(folder.glob("model-00002-of-*")).unlink()

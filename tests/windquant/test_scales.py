@@ -86,6 +86,20 @@ def test_log8_keeps_what_it_stored():
     torch.testing.assert_close(scales.from_log8(again, span_again), scales.from_log8(code, span), rtol=0.01, atol=0)
 
 
+def test_scales_close_together_are_kept_close():
+    """Twelve-bit floats of the range's ends leave 2^-10 octaves; the steps between are as fine as the range is narrow."""
+    s = torch.tensor([0.1234, 0.1236, 0.1240]).view(1, 3, 1)
+    assert ((scales.from_log8(*scales.to_log8(s)) / s).log2().abs() < 0.0011).all()
+
+
+def test_a_dead_row_does_not_coarsen_the_others():
+    s = torch.rand(1, 50, 1, generator=torch.Generator().manual_seed(0)) * 0.02 + 0.01
+    alone = scales.from_log8(*scales.to_log8(s))
+    s_dead = torch.cat([s, torch.full((1, 1, 1), 1e-10)], 1)
+    together = scales.from_log8(*scales.to_log8(s_dead))
+    assert torch.equal(together[:, :-1], alone) and together[0, -1] == 0
+
+
 def test_constant_scales_survive_log8():
     s = torch.full((2, 7, 1), 0.25)
     assert torch.equal(scales.from_log8(*scales.to_log8(s)), s)

@@ -1,0 +1,3 @@
+"""The stages and their order."""
+
+STAGES = ("prepare", "calibrate", "sensitivity", "allocate", "quantize", "benchmark", "compare")
