@@ -84,10 +84,12 @@ def _run(stage: str, log_file: Path) -> None:
 
     params = settings.load()
     names = {n: asdict(getattr(params, n)) for n in ("common", stage)}
-    print_id = _fingerprint(stage, names)
+    fingerprint = _fingerprint(stage, names)
     with tracking.run(stage, {"stage": stage} | _provenance(), log_file) as opened:
         opened.log(Record(params=params.flat("common") | params.flat(stage)))
-        scratch = store.Scratch(stage, print_id)
+        scratch = store.Scratch(stage, fingerprint)
+        if scratch.resumed:
+            log.info("going on where an interrupted run stopped")
         out = store.state(stage) / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)

@@ -103,9 +103,9 @@ class Walk:
         """The decoder block with its weights, float32, on the device."""
         block, prefix = self._blocks[index], f"{self.prefix}.{index}."
         tensors = self.source(lambda name: name.startswith(prefix))
-        _assign(block, {name.removeprefix(prefix): t for name, t in tensors.items()}, self.device)
-        _check_complete(block, f"block {index}")
         try:
+            _assign(block, {name.removeprefix(prefix): t for name, t in tensors.items()}, self.device)
+            _check_complete(block, f"block {index}")
             yield block
         finally:
             _release(block)
@@ -115,13 +115,13 @@ class Walk:
         """The model around its blocks, which are replaced by stand-ins."""
         stands = [_Stand(b) for b in self._blocks]
         originals = list(self._blocks)
-        for i, stand in enumerate(stands):
-            self._blocks[i] = stand
         inside = f"{self.prefix}."
-        _assign(self.model, self.source(lambda name: not name.startswith(inside)), self.device)
-        self.model.tie_weights()  # pyright: ignore[reportCallIssue]
-        _check_complete(self.model, "the model around its blocks")
         try:
+            for i, stand in enumerate(stands):
+                self._blocks[i] = stand
+            _assign(self.model, self.source(lambda name: not name.startswith(inside)), self.device)
+            self.model.tie_weights()  # pyright: ignore[reportCallIssue]
+            _check_complete(self.model, "the model around its blocks")
             yield stands
         finally:
             for i, block in enumerate(originals):
