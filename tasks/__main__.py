@@ -28,6 +28,18 @@ from windquant.errors import InputError
 log = logging.getLogger("windquant")
 USER_ERROR, INTERRUPTED = 2, 130
 MAIN = os.getpid()
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "LOGLEVEL": "ERROR",  # lm-eval's
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""The libraries' own bars and hints would drown ours."""
+IN_A_LOG = {"TQDM_MININTERVAL": "5", "TQDM_DELAY": "5"}
+"""lm-eval's bars, in a log: none for what is short, a line every five seconds for the rest."""
 
 
 def main(argv: list[str]) -> int:
@@ -59,16 +71,10 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 def _logging(stage: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     logging.raiseExceptions = False  # a full disk is reported once, not with every line of the log
-    # The libraries' own bars and hints would drown ours.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("LOGLEVEL", "ERROR")  # lm-eval's
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not sys.stderr.isatty():  # the libraries' bars, in a log
-        os.environ |= {"TQDM_MININTERVAL": "5", "TQDM_DELAY": "5", "TQDM_ASCII": "1"}
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    if not sys.stderr.isatty():
+        os.environ |= IN_A_LOG
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(file, mode="w")]
     handlers[0].setFormatter(logging.Formatter(f"{stage}: %(message)s"))
     handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -1,4 +1,7 @@
 import errno
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -56,6 +59,13 @@ def test_an_error_ends_in_its_exit_code_and_a_sentence(monkeypatch, caplog, rais
 def test_an_unknown_stage_prints_the_usage(argv, capsys):
     assert entry.main(argv) == 2
     assert "usage: python -m tasks <prepare|calibrate" in capsys.readouterr().err
+
+
+def test_the_libraries_bars_work_in_a_log():
+    """With what the stages set, a bar of lm-eval's kind can be drawn and comes out as a line."""
+    code = "import tqdm; t = tqdm.tqdm(total=4); t.start_t -= 9; t.last_print_t -= 9; t.update(2); t.refresh()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | entry.IN_A_LOG, capture_output=True, text=True)
+    assert done.returncode == 0 and "2/4" in done.stderr, done.stderr
 
 
 def test_the_fingerprint_sees_params_code_and_data(monkeypatch, tmp_path):
