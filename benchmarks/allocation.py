@@ -61,8 +61,9 @@ class Bench:
 
     def row(self, allocator: str, choice: Tensor | None, seed: int, target: float, fitted: bool = True) -> dict[str, Any]:
         began = time.monotonic()
-        size = None
+        size = predicted = None
         if choice is not None:
+            predicted = float(self.table.D.gather(1, choice[:, None]).sum()) if fitted else None
             self._apply([WIDTHS[c] for c in choice.tolist()], fitted, allocator)
             size = int(self.table.B.gather(1, choice[:, None]).sum())
         found = score(self.model, self.windows, self.stride, report=progress.bar(f"perplexity of {allocator}"))
@@ -70,7 +71,7 @@ class Bench:
             "allocator": allocator,
             "target": target,
             "effective_bits": 16.0 if size is None else units.effective_bits(size, units.weights_in(self.table.body)),
-            "predicted_nats": 0.0 if choice is None else float(self.table.D.gather(1, choice[:, None]).sum()),
+            "predicted_nats": predicted,
             "nll": found.nll,
             "perplexity": found.perplexity,
             "seed": seed,
