@@ -26,7 +26,7 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
     table = plans.load_distortions(store.path("sensitivity") / "table.parquet")
     target = params.allocate.target_bits
     problem = Problem(table.D, table.B, units.budget_bytes(target, table.body))
-    bench = Bench(table, params.benchmark.windows or 0)
+    bench = Bench(table, problem, params.benchmark.windows or 0)
     rows = [bench.row("reference", None, 0, target)]
     for name, allocator in ALLOCATORS.items():
         for seed in range(seeds if name == "random" else 1):
@@ -44,9 +44,9 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
 class Bench:
     """The reference in memory, its matrices replaced by each plan's in turn."""
 
-    def __init__(self, table: plans.Table, windows: int) -> None:
+    def __init__(self, table: plans.Table, problem: Problem, windows: int) -> None:
         prepared = store.path("prepare")
-        self.table, self.chunk = table, table.header["chunk_size"]
+        self.table, self.problem, self.chunk = table, problem, table.header["chunk_size"]
         self.model = models.load(prepared / "model", torch.device("cpu"))
         ids = store.load_tensors(prepared / "windows" / "test.safetensors")["ids"]
         self.windows = ids[: windows or None].long()
@@ -63,9 +63,9 @@ class Bench:
         began = time.monotonic()
         size = predicted = None
         if choice is not None:
-            predicted = float(self.table.D.gather(1, choice[:, None]).sum()) if fitted else None
+            predicted = self.problem.distortion(choice) if fitted else None
             self._apply([WIDTHS[c] for c in choice.tolist()], fitted, allocator)
-            size = int(self.table.B.gather(1, choice[:, None]).sum())
+            size = self.problem.size(choice)
         found = score(self.model, self.windows, self.stride, report=progress.bar(f"perplexity of {allocator}"))
         return {
             "allocator": allocator,
