@@ -39,10 +39,12 @@ def store_other(name: str, tensor: Tensor) -> Tensor:
     return stored
 
 
-def others(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not quantized, tied ones once."""
+def others(model: nn.Module) -> dict[str, Tensor]:
+    """What is not quantized: parameters, tied ones once, and the buffers that checkpoints hold (routers' corrections)."""
     body = {f"{m.name}.weight" for m in blocks.matrices(model)}
-    return {name: p for name, p in model.named_parameters() if name not in body}
+    kept = model.state_dict().keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in kept}
+    return {name: p for name, p in model.named_parameters() if name not in body} | buffers
 
 
 def other_bytes(model: nn.Module) -> int:
