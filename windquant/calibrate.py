@@ -15,8 +15,8 @@ for tokens that it never saw:
   their pooled mean, which counts as columns / 4 tokens; without tokens the pooled mean is all there is. On SmolLM2-135M
   (block 11's gate_proj, 576 columns, tokens clustered into "experts") this lowered the held-out error of 2-bit rounding
   with error feedback by 28 % at 256 tokens and 20 % at 512, and raised that of plain rounding by 1 to 4 %.
-- `experts.INNER`, fed by the expert's own neurons, which correspond to no other expert's: own tokens, however few (shrinking
-  made it worse, see benchmarks/LOG.md); without tokens the identity, at the others' mean level, so that rounding is data-free.
+- `experts.INNER`, fed by the expert's own neurons, which correspond to no other expert's: own tokens, however few (from 3 on
+  shrinking made it worse, see benchmarks/LOG.md); without tokens the identity at the others' mean level: data-free rounding.
 - g without tokens: one token at the mean level of the other experts (the rule of succession): small, not zero.
 """
 
