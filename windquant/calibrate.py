@@ -39,8 +39,8 @@ class Inputs:
     scale: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     source: dict[str, str] = field(default_factory=dict)
-    block: int = 0
     """matrix -> the matrix under whose name their common input is kept."""
+    block: int = 0
 
     @contextmanager
     def watch(self, block: nn.Module) -> Iterator[None]:
@@ -80,12 +80,17 @@ class Inputs:
         self.scale[name] += x.abs().sum(0)
         self.tokens[name] += x.shape[0]
 
+    def mean(self, matrix: str) -> Tensor:
+        """H of a matrix's inputs, (columns, columns)."""
+        name = self.source[matrix]
+        return self.moment[name] / self.tokens[name]
+
     def tensors(self) -> dict[str, Tensor]:
         """`H.<input>`, `a.<input>` averaged over tokens, and `source.<matrix>` as the index of its input."""
         names = sorted(self.moment)
         out = {f"source.{m}": torch.tensor(names.index(s)) for m, s in self.source.items()}
         for i, n in enumerate(names):
-            out[f"H.{i}"] = (self.moment[n] / self.tokens[n]).cpu()
+            out[f"H.{i}"] = self.mean(n).cpu()
             out[f"a.{i}"] = (self.scale[n] / self.tokens[n]).cpu()
         return out
 
