@@ -1,9 +1,10 @@
 """Error feedback: the rounding error of a column is made good by the columns still to be rounded.
 
-GPTQ (arXiv 2210.17323) over our grids and mixed plans: columns go left to right, and each column's error, through the
-Cholesky factor of the inverse moments, is taken out of the columns to its right, inside the unit at once and beyond it
-unit by unit. When a unit's turn comes its scales are fitted to the weights as they have become, under the moments that
-are left to it: what later columns can make good does not count against it.
+GPTQ (arXiv 2210.17323) over our grids and mixed plans: column after column, each one's error, through the Cholesky factor
+of the inverse moments, is taken out of the columns still to come, inside the unit at once and beyond it unit by unit. When
+a unit's turn comes its scales are fitted to the weights as they have become, under the moments that are left to it: what
+later columns can make good does not count against it. Units come in the order of their inputs' power, and columns inside
+them, too, so that what matters most is rounded before errors pile up; nothing of the order needs to be stored.
 
 Notation: w (rows, columns); H (columns, columns) input second moments; U upper triangular, U^T U = H^-1. For a unit
 with columns c, the columns before it done, what an error e costs after the best compensation to its right is e S e^T,
@@ -20,7 +21,6 @@ from windquant import scales
 from windquant.errors import InputError
 from windquant.grids import GRIDS, decode, encode
 from windquant.quantize import RoundedUnits, round_units
-from windquant.units import columns_of
 
 DAMP = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal added to H, tried in this order until it factors. GPTQ's is the first."""
@@ -53,22 +53,32 @@ def factor(H: Tensor) -> Factor:
     return Factor(None, 0.0)
 
 
+def order(H: Tensor, chunk_size: int) -> list[Tensor]:
+    """Columns of every unit, the units and the columns inside them by falling diagonal of H (columns, columns)."""
+    units = torch.arange(len(H), device=H.device).split(chunk_size)
+    power = H.diagonal()
+    units = sorted(units, key=lambda c: -float(power[c].sum()))
+    return [c[power[c].argsort(descending=True, stable=True)] for c in units]
+
+
 def round_with_feedback(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> tuple[list[RoundedUnits], Factor]:
-    """Round a matrix under a plan, its units from left to right. Where H cannot be factored every unit is rounded to
-    nearest instead, and the factor says so. Raises InputError as `round_units` and `factor` do."""
-    found = factor(H)
-    w = w.clone()
-    units, start = [], 0
-    for b, columns in zip(bits, columns_of(w.shape[1], chunk_size), strict=True):
-        c = slice(start, start + columns)
+    """Round a matrix under a plan. Returns its units, left to right, and the factor. Where H cannot be factored every unit
+    is rounded to nearest instead, and the factor says so. Raises InputError as `round_units` and `factor` do."""
+    columns = order(H, chunk_size)
+    permuted = torch.cat(columns)
+    found, w = factor(H[permuted][:, permuted]), w[:, permuted]
+    units: dict[int, RoundedUnits] = {}
+    start = 0
+    for original in columns:
+        u, c = int(original.min()) // chunk_size, slice(start, start + len(original))
         if found.U is None:
-            units.append(round_units(w[None, :, c], H[None, c, c], b))
+            unit = round_units(w[None, :, c], H[original][None, :, original], bits[u])
         else:
-            unit, error = _round_unit(w[:, c], found.U[c, c], b)
+            unit, error = _round_unit(w[:, c], found.U[c, c], bits[u])
             w[:, c.stop :] -= error @ found.U[c, c.stop :]
-            units.append(unit)
-        start += columns
-    return units, found
+        units[u] = unit.permuted(original.argsort())
+        start = c.stop
+    return [units[u] for u in range(len(columns))], found
 
 
 def _round_unit(w: Tensor, U: Tensor, bits: float) -> tuple[RoundedUnits, Tensor]:

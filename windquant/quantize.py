@@ -43,6 +43,10 @@ class RoundedUnits:
         return [RoundedUnits(self.grid, *(t[i : i + 1] for t in (self.values, self.scale, self.span)))
                 for i in range(len(self.values))]  # fmt: skip
 
+    def permuted(self, order: Tensor) -> "RoundedUnits":
+        """With the columns in another order."""
+        return RoundedUnits(self.grid, self.values[:, :, order], self.scale, self.span)
+
     def packed(self) -> Tensor:
         """(units, bytes) uint8."""
         flat = self.values.flatten(1)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from windquant import scales
-from windquant.feedback import DAMP, factor, round_with_feedback
+from windquant.feedback import DAMP, factor, order, round_with_feedback
 from windquant.grids import GRIDS, decode, encode
 from windquant.quantize import pack_matrix, quantize_matrix
 
@@ -28,24 +28,28 @@ def error(e, H):
 
 def by_elimination(w, H, bits):
     """GPTQ as OBQ states it, float64: after each column the inverse moments of those left, by Gaussian elimination."""
-    w, H = w.double(), H.double()
-    inverse = torch.linalg.inv(H + DAMP[0] * H.diagonal().mean() * torch.eye(len(H)))
-    out = torch.empty_like(w)
-    for u, b in enumerate(bits):
-        first, last = u * CHUNK, min((u + 1) * CHUNK, w.shape[1])
-        left = inverse[: last - first, : last - first]
-        s = None
+    w, H, out = w.double(), H.double(), torch.empty_like(w).double()
+    columns = order(H, CHUNK)
+    left = torch.cat(columns)
+    inverse = torch.linalg.inv(H + DAMP[0] * H.diagonal().mean() * torch.eye(len(H)))[left][:, left]
+    for c in columns:
+        b, s = bits[int(c[0]) // CHUNK], None
         if b < 16:
-            s = scales.from_log8(*scales.to_log8(scales.fit(w[None, :, first:last], left.inverse()[None], GRIDS[b])[0]))[
-                0
-            ].double()
-        for j in range(first, last):
-            x = w[:, j, None]
+            S = inverse[: len(c), : len(c)].inverse()
+            s = scales.from_log8(*scales.to_log8(scales.fit(w[None, :, c], S[None], GRIDS[b])[0]))[0].double()
+        for j in c:
+            x = w[:, j, None].clone()
             q = x.half().double() if s is None else decode(encode(x, s, GRIDS[b]), s, GRIDS[b])
             out[:, j] = q[:, 0]
-            w[:, j:] -= (x - q) / inverse[0, 0] * inverse[0]
+            w[:, left] -= (x - q) / inverse[0, 0] * inverse[0]
             inverse = inverse[1:, 1:] - torch.outer(inverse[1:, 0], inverse[0, 1:]) / inverse[0, 0]
+            left = left[1:]
     return out
+
+
+def test_strong_inputs_come_first_and_units_stay_together():
+    power = torch.tensor([1.0, 5, 2, 9, 8, 7, 3, 0, 0])
+    assert [c.tolist() for c in order(power.diag(), 3)] == [[3, 4, 5], [1, 2, 0], [6, 7, 8]]
 
 
 @pytest.mark.parametrize("bits", [[2] * 8, [3] * 8, MIXED])
@@ -53,7 +57,7 @@ def test_it_is_the_elimination_of_one_column_after_another(bits):
     """A near tie, of codes or of fitted scales, may go the other way in float32 and change what follows."""
     w, H = matrix()
     ours, reference = feedback(w, H, bits)[0], by_elimination(w, H, bits)
-    assert error(ours - w, H) == pytest.approx(error((reference - w.double()).float(), H), rel=5e-3)
+    assert error(ours - w, H) == pytest.approx(error((reference - w.double()).float(), H), rel=2e-2)
     assert float((ours == reference.float()).float().mean()) > 0.9
 
 
