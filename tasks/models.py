@@ -99,8 +99,18 @@ def walk(folder: Path, device: torch.device) -> Walk:
     return Walk(skeleton(config(folder)), weight_source(folder), device)
 
 
-def load(folder: Path, device: torch.device) -> Any:
-    """The whole reference model, float32, from a folder whose tensors are named as the skeleton's parameters."""
+def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """A whole model, as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    quiet()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def reference(folder: Path, device: torch.device) -> Any:
+    """The whole reference model, float32, from a folder that `prepare` made: experts may be in pieces there that
+    transformers would not put together."""
     from transformers import GenerationConfig
 
     model = skeleton(config(folder))

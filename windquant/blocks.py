@@ -54,11 +54,11 @@ def outside_linears(model: nn.Module) -> str | None:
 def matrices(model: nn.Module) -> list[Matrix]:
     """The quantized matrices (the body), block by block."""
     prefix, blocks = decoder_blocks(model)
-    return [
-        Matrix(f"{prefix}.{i}.{name}", i, m.out_features, m.in_features)
-        for i, block in enumerate(blocks)
-        for name, m in linears(block).items()
-    ]
+    return [m for i, block in enumerate(blocks) for m in _matrices_of(block, f"{prefix}.{i}", i)]
+
+
+def _matrices_of(block: nn.Module, path: str, index: int) -> list[Matrix]:
+    return [Matrix(f"{path}.{name}", index, m.out_features, m.in_features) for name, m in linears(block).items()]
 
 
 class _Stand(nn.Module):
@@ -94,6 +94,10 @@ class Walk:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def matrices(self, index: int) -> list[Matrix]:
+        """The matrices of one block."""
+        return _matrices_of(self._blocks[index], f"{self.prefix}.{index}", index)
 
     def fits(self, expected: Iterable[Matrix]) -> bool:
         """Whether the model's matrices are exactly these."""
@@ -142,7 +146,7 @@ class Walk:
         return torch.cat(hidden)
 
     def run(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
-        """One window (1, T, hidden) through a materialised block, with the arguments the model gave it in `embed`."""
+        """Windows (n, T, hidden) through a materialised block, with the arguments the model gave it in `embed`."""
         args, kwargs = self._called[index]
         out = block(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out

@@ -52,8 +52,10 @@ class Inputs:
     scale: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     source: dict[str, str] = field(default_factory=dict)
-    block: int = 0
     """matrix -> the matrix under whose name their common input is kept."""
+    prior: dict[str, float] = field(default_factory=dict)
+    """How many tokens what stands in for unseen ones counts for, in the sums of an input."""
+    block: int = 0
 
     @contextmanager
     def watch(self, block: nn.Module) -> Iterator[None]:
@@ -93,38 +95,41 @@ class Inputs:
         self.scale[name] += x.abs().sum(0)
         self.tokens[name] += x.shape[0]
 
-    def tensors(self, groups: list[list[str]]) -> dict[str, Tensor]:
-        """`H.<i>`, `a.<i>` of every input i, `source.<matrix>` -> i, `tokens.<matrix>`. groups: `experts.groups`."""
-        source = dict(self.source)
-        H = {n: (m / self.tokens[n]).cpu() for n, m in self.moment.items()}
-        a = {n: (m / self.tokens[n]).cpu() for n, m in self.scale.items()}
+    def pool_(self, groups: list[list[str]]) -> None:
+        """What stands in for the tokens that experts never saw, once all are seen. groups: `experts.groups` of the block."""
         for group in groups:
             owners = list(dict.fromkeys(self.source[n] for n in group if n in self.source))
             if not owners:
                 raise InputError(f"no expert of block {self.block} was called on the calibration text ({group[0]}, ...)")
-            pool = f"{owners[0]}, pooled"
-            if pool not in H:  # up_proj is fed as gate_proj is
-                self._pool_(owners, pool, H, a)
-            source |= {n: pool for n in group if n not in source}
-        used = sorted(set(source.values()))
-        out = {f"source.{m}": torch.tensor(used.index(s)) for m, s in source.items()}
-        out |= {f"tokens.{m}": torch.tensor(self.tokens.get(s, 0)) for m, s in source.items()}
-        for i, n in enumerate(used):
-            out |= {f"H.{i}": H[n], f"a.{i}": a[n]}
-        return out
+            pool, tokens = f"{owners[0]}, pooled", sum(self.tokens[n] for n in owners)
+            if pool not in self.moment:  # up_proj is fed as gate_proj is
+                H = torch.stack([self.moment[n] for n in owners]).sum(0) / tokens
+                a = torch.stack([self.scale[n] for n in owners]).sum(0) / tokens
+                if group[0].endswith(experts.INNER):
+                    H, a = H.diagonal().mean() * torch.eye(len(H), device=H.device), torch.full_like(a, float(a.mean()))
+                else:
+                    self.prior |= dict.fromkeys(owners, len(a) / 4)
+                for n in owners:
+                    self.moment[n].add_(H, alpha=self.prior.get(n, 0))
+                    self.scale[n].add_(a, alpha=self.prior.get(n, 0))
+                self.moment[pool], self.scale[pool], self.tokens[pool], self.prior[pool] = H, a, 0, 1
+            self.source |= {n: pool for n in group if n not in self.source}
 
-    def _pool_(self, owners: list[str], pool: str, H: dict[str, Tensor], a: dict[str, Tensor]) -> None:
-        """Adds what stands in for experts without tokens, named `pool`, and shrinks what the others saw towards it."""
-        tokens = [self.tokens[n] for n in owners]
-        for mean in (H, a):
-            mean[pool] = sum((t * mean[n] for t, n in zip(tokens, owners, strict=True)), torch.zeros(())) / sum(tokens)
-        if owners[0].endswith(experts.INNER):
-            H[pool] = H[pool].diagonal().mean() * torch.eye(len(H[pool]))
-            a[pool] = torch.full_like(a[pool], float(a[pool].mean()))
-            return
-        prior = len(a[pool]) / 4
-        for n, t in zip(owners, tokens, strict=True):
-            H[n], a[n] = H[n].lerp(H[pool], prior / (t + prior)), a[n].lerp(a[pool], prior / (t + prior))
+    def mean(self, matrix: str) -> Tensor:
+        """H of a matrix's inputs, (columns, columns)."""
+        return self._mean(self.moment, self.source[matrix])
+
+    def _mean(self, sums: dict[str, Tensor], name: str) -> Tensor:
+        return sums[name] / (self.tokens[name] + self.prior.get(name, 0))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`H.<i>`, `a.<i>` of every input i that is used, `source.<matrix>` -> i, and `tokens.<matrix>`."""
+        names = sorted(set(self.source.values()))
+        out = {f"source.{m}": torch.tensor(names.index(s)) for m, s in self.source.items()}
+        out |= {f"tokens.{m}": torch.tensor(self.tokens[s]) for m, s in self.source.items()}
+        for i, n in enumerate(names):
+            out[f"H.{i}"], out[f"a.{i}"] = self._mean(self.moment, n).cpu(), self._mean(self.scale, n).cpu()
+        return out
 
 
 @contextmanager
@@ -191,8 +196,8 @@ def _forward(walk: Walk, index: int, hidden: Tensor) -> dict[str, Tensor]:
         for j, h in enumerate(hidden):
             with inputs.watch(block):
                 output[j] = walk.run(index, block, h[None].to(walk.device))[0].cpu()
-        groups = experts.groups(block)
-    return inputs.tensors(groups) | {"output": output}
+        inputs.pool_(experts.groups(block))
+    return inputs.tensors() | {"output": output}
 
 
 def _head_gradient(walk: Walk, windows: Tensor, hidden: Tensor, generator: torch.Generator) -> Tensor:

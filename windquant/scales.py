@@ -72,9 +72,9 @@ def _choose(where: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> 
     return [torch.where(where, n, o) for n, o in zip(new, old, strict=True)]
 
 
-def to_log8(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Store scales: codes (units, rows) uint8 and range (units, 2) float16. Code 0 is the scale zero, 1..255 are
-    `exp2(low + step * (code - 1))`. A scale below 2^-OCTAVES of its unit's largest becomes zero.
+def to_log8(s: Tensor, margin: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Store scales: codes (units, rows) uint8 and range (units, 2) float16, `margin` octaves wider at both ends. Code 0 is
+    the scale zero, 1..255 are `exp2(low + step * (code - 1))`. A scale below 2^-OCTAVES of its unit's largest becomes zero.
 
     Raises InputError when a scale is negative, NaN or infinite.
     """
@@ -87,7 +87,7 @@ def to_log8(s: Tensor) -> tuple[Tensor, Tensor]:
     low = torch.where(positive, log, float("inf")).amin(-1)
     high = torch.where(positive, log, float("-inf")).amax(-1)
     empty = ~positive.any(-1)
-    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+    low, high = low.masked_fill(empty, 0.0) - margin, high.masked_fill(empty, 0.0) + margin
     low16 = low.half()
     step16 = ((high - low16.float()).clamp_min(0) / 254).half()
     step = step16.float()[:, None]
@@ -98,5 +98,9 @@ def to_log8(s: Tensor) -> tuple[Tensor, Tensor]:
 def from_log8(codes: Tensor, span: Tensor) -> Tensor:
     """Inverse of `to_log8` on its own outputs: (units, rows), (units, 2) -> scales (units, rows, 1), float32."""
     low, step = span.float().unsqueeze(-1).unbind(1)
-    s = torch.exp2(low + step * (codes.float() - 1))
-    return torch.where(codes > 0, s, 0.0).unsqueeze(-1)
+    log = low + step * (torch.arange(256, device=span.device) - 1)
+    # Looked up, for exp2 rounds differently where a tensor's end leaves a vector register half full: of 256 numbers a unit,
+    # and few enough for one thread, there is no such end, and a scale does not depend on where it stands.
+    table = torch.cat([torch.exp2(part) for part in log.split(128)]) if len(log) else log
+    table[:, 0] = 0
+    return table.gather(1, codes.long()).unsqueeze(-1)

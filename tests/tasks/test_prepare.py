@@ -9,7 +9,7 @@ from tasks import store
 from tasks.config import Common, resolve
 from tasks.errors import UserError
 from tasks.job import Job
-from tasks.models import load, shards, skeleton, weight_source
+from tasks.models import reference, shards, skeleton, weight_source
 from tasks.prepare import PrepareConfig, run
 from tests.conftest import architecture, article
 
@@ -56,7 +56,7 @@ def test_experts_arrive_one_by_one(job, tiny_folder, name):
     original.save_pretrained(tiny_folder)
     prepare(job, tiny_folder)
     assert {n for n, _ in skeleton(original.config).named_parameters()} <= shards(job.out / "model").keys()
-    loaded, ids = load(job.out / "model", torch.device("cpu")), torch.arange(30)[None]
+    loaded, ids = reference(job.out / "model", torch.device("cpu")), torch.arange(30)[None]
     torch.testing.assert_close(loaded(ids).logits, original(ids).logits, atol=1e-5, rtol=1e-5)
 
 
