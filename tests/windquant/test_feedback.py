@@ -33,13 +33,11 @@ def by_elimination(w, H, bits):
     left = torch.cat(columns)
     inverse = torch.linalg.inv(H + DAMP[0] * H.diagonal().mean() * torch.eye(len(H)))[left][:, left]
     for c in columns:
-        b, s = bits[int(c[0]) // CHUNK], None
-        if b < 16:
-            S = inverse[: len(c), : len(c)].inverse()
-            s = scales.from_log8(*scales.to_log8(scales.fit(w[None, :, c], S[None], GRIDS[b])[0]))[0].double()
+        grid, S = GRIDS[bits[int(c[0]) // CHUNK]], inverse[: len(c), : len(c)].inverse()
+        s = scales.from_log8(*scales.to_log8(scales.fit(w[None, :, c], S[None], grid)[0]))[0].double()
         for j in c:
             x = w[:, j, None].clone()
-            q = x.half().double() if s is None else decode(encode(x, s, GRIDS[b]), s, GRIDS[b])
+            q = decode(encode(x, s, grid), s, grid)
             out[:, j] = q[:, 0]
             w[:, left] -= (x - q) / inverse[0, 0] * inverse[0]
             inverse = inverse[1:, 1:] - torch.outer(inverse[1:, 0], inverse[0, 1:]) / inverse[0, 0]
@@ -52,13 +50,20 @@ def test_strong_inputs_come_first_and_units_stay_together():
     assert [c.tolist() for c in order(power.diag(), 3)] == [[3, 4, 5], [1, 2, 0], [6, 7, 8]]
 
 
-@pytest.mark.parametrize("bits", [[2] * 8, [3] * 8, MIXED])
+@pytest.mark.parametrize("bits", [[2] * 8, [3] * 8, [2, 1, 4, 1.58, 3, 8, 4, 2]])
 def test_it_is_the_elimination_of_one_column_after_another(bits):
-    """A near tie, of codes or of fitted scales, may go the other way in float32 and change what follows."""
-    w, H = matrix()
+    """Both in float64: in float32 a near tie goes the other way now and then, and changes all that follows."""
+    w, H = (t.double() for t in matrix())
     ours, reference = feedback(w, H, bits)[0], by_elimination(w, H, bits)
-    assert error(ours - w, H) == pytest.approx(error((reference - w.double()).float(), H), rel=2e-2)
-    assert float((ours == reference.float()).float().mean()) > 0.9
+    assert torch.allclose(ours.double(), reference, rtol=1e-6)
+
+
+def test_what_sixteen_bits_round_off_is_passed_on_too():
+    """Against leaving the unit as it is: the units after it can but gain from knowing its error."""
+    w, H = matrix()
+    w = 1e-3 + 1000 * w  # where float16 is coarse
+    dense = feedback(w, H, [16] * 8)[0]
+    assert error(dense - w, H) < error(w.half().float() - w, H)
 
 
 def test_without_correlations_it_rounds_to_nearest():
