@@ -98,5 +98,9 @@ def to_log8(s: Tensor) -> tuple[Tensor, Tensor]:
 def from_log8(codes: Tensor, span: Tensor) -> Tensor:
     """Inverse of `to_log8` on its own outputs: (units, rows), (units, 2) -> scales (units, rows, 1), float32."""
     low, step = span.float().unsqueeze(-1).unbind(1)
-    s = torch.exp2(low + step * (codes.float() - 1))
-    return torch.where(codes > 0, s, 0.0).unsqueeze(-1)
+    log = low + step * (torch.arange(256, device=span.device) - 1)
+    # Looked up, for exp2 rounds differently where a tensor's end leaves a vector register half full: of 256 numbers a unit,
+    # and few enough for one thread, there is no such end, and a scale does not depend on where it stands.
+    table = torch.cat([torch.exp2(part) for part in log.split(128)]) if len(log) else log
+    table[:, 0] = 0
+    return table.gather(1, codes.long()).unsqueeze(-1)
