@@ -1,6 +1,7 @@
 """Stage 5: every plan applied, packed into a checkpoint, loaded back and compared.
 
-Out: <plan>/ a checkpoint folder a plan, bytes.json their bytes counted from the files.
+Out: <plan>/ a checkpoint folder a plan, with its card README.md (and bf16/, the same model unpacked, when asked for);
+bytes.json their bytes counted from the files.
 """
 
 import logging
@@ -11,27 +12,35 @@ from pathlib import Path
 
 import torch
 
-from tasks import models, packed, plans, progress, store
+from tasks import card, models, packed, plans, progress, store
 from tasks.errors import UserError
 from tasks.job import Job, Record
 from tasks.statistics import BlockStatistics
-from windquant import blocks, checkpoint
+from windquant import blocks, checkpoint, embeddings
+from windquant.evaluate import Scores, score
 from windquant.grids import GRIDS
+from windquant.layers import FEW
 from windquant.quantize import PackedMatrix, quantize_matrix
 
 log = logging.getLogger("windquant")
-COPIED = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "generation_config")
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """check_tokens: length of the text on which the reloaded checkpoint's logits must equal the quantized model's."""
+    """check_tokens: length of the text on which the reloaded checkpoint's logits must equal the quantized model's.
+    card_windows: windows of the validation text for the perplexity on the checkpoint's card. export_dequantized: write
+    the model unpacked as well, in bfloat16, for programs that do not know this format.
+    """
 
     check_tokens: int = 128
+    card_windows: int = 4
+    export_dequantized: bool = False
 
     def __post_init__(self) -> None:
-        if self.check_tokens < 1:
-            raise ValueError(f"check_tokens {self.check_tokens} is not at least 1")
+        if self.check_tokens <= FEW:
+            raise ValueError(f"check_tokens {self.check_tokens} is not above {FEW}: so few tokens are rounded otherwise")
+        if self.card_windows < 1:
+            raise ValueError(f"card_windows {self.card_windows} is not at least 1")
 
 
 def run(config: QuantizeConfig, job: Job) -> Record:
@@ -70,20 +79,18 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
             writer.add_matrix(matrix, stored)
             dense[f"{matrix}.weight"] = weight
         report(i + 1, len(walk))
-    names = checkpoint.others(walk.model)
-    for other, tensor in walk.source(lambda n: n in names).items():
-        half = checkpoint.store_other(other, tensor)
-        writer.add(other, half)
-        dense[other] = half.float()
+    dense |= _add_rest(writer, walk, plan)
     writer.close(models.config(source).to_dict(), plan.header["chunk_size"])
-    for f in source.iterdir():
-        if f.name.startswith(COPIED):
-            shutil.copyfile(f, out / f.name)
+    packed.copy_companions(source, out)
     shutil.copyfile(store.path("allocate") / f"{name}.parquet", out / "plan.parquet")
     count = checkpoint.count(out)
     if count.body != plan.size:
         raise AssertionError(f"{name}: the files hold {count.body} bytes of matrices, the plan said {plan.size}")
-    _compare_logits(source, out, dense, config, job)
+    loaded = packed.load(out, job.device)
+    _compare_logits(loaded, source, dense, config, job)
+    card.write(out, plan, count, _validation(loaded, config))
+    if config.export_dequantized:
+        packed.export_dense(out, out / "bf16")
     log.info("%s: %.4f effective bits, %.1f MB, reloaded with equal logits", name, count.effective_bits, count.model / 1e6)
     return count
 
@@ -120,16 +127,40 @@ def _block(walk: blocks.Walk, index: int, plan: plans.Plan, job: Job) -> dict[st
     return out
 
 
+def _add_rest(writer: checkpoint.Writer, walk: blocks.Walk, plan: plans.Plan) -> dict[str, torch.Tensor]:
+    """Store all that is not of the body; returns it as it was stored, float32."""
+    bits, dense = plan.header["embedding_bits"], {}
+    tables = embeddings.matrices(walk.model) if bits else []
+    for matrix in tables:
+        key = f"{matrix.name}.weight"
+        stored, dense[key] = embeddings.quantize(walk.source(lambda n, key=key: n == key)[key].float(), bits,
+                                                 plan.header["chunk_size"])  # fmt: skip
+        writer.add_matrix(matrix.name, stored, embedding=True)
+    names = checkpoint.others(walk.model, tables)
+    for other, tensor in walk.source(lambda n: n in names).items():
+        half = checkpoint.store_other(other, tensor)
+        writer.add(other, half)
+        dense[other] = half.float()
+    return dense
+
+
 @torch.inference_mode()
-def _compare_logits(source: Path, folder: Path, dense: dict[str, torch.Tensor], config: QuantizeConfig, job: Job) -> None:
+def _compare_logits(
+    loaded: torch.nn.Module, source: Path, dense: dict[str, torch.Tensor], config: QuantizeConfig, job: Job
+) -> None:
     """The reloaded checkpoint's logits against those of the weights as they were before packing: equal, in float32."""
-    ids = store.load_tensors(store.path("prepare") / "windows" / "validation.safetensors")["ids"]
-    ids = ids[:1, : config.check_tokens].long().to(job.device)
+    windows = store.load_tensors(store.path("prepare") / "windows" / "validation.safetensors")["ids"]
+    ids = windows[: 1 + FEW // windows.shape[1], : config.check_tokens].long().to(job.device)
     memory = models.skeleton(models.config(source))
     memory.load_state_dict({k: v.to(job.device) for k, v in dense.items()}, strict=False, assign=True)
     memory.tie_weights()
     expected = memory.eval().to(job.device)(input_ids=ids, use_cache=False).logits
-    loaded = packed.load(folder, job.device)
     difference = (loaded(input_ids=ids, use_cache=False).logits - expected).abs().max()
     if not difference == 0:
-        raise AssertionError(f"{folder.name}: reloaded logits differ from the quantized model's by {difference:g}")
+        raise AssertionError(f"the reloaded logits differ from the quantized model's by {difference:g}")
+
+
+def _validation(model: torch.nn.Module, config: QuantizeConfig) -> Scores:
+    """On the windows' own tokens alone: windows that overlap are scored as if they did not."""
+    ids = store.load_tensors(store.path("prepare") / "windows" / "validation.safetensors")["ids"][: config.card_windows]
+    return score(model, ids.long(), ids.shape[1], report=progress.bar("perplexity for the card"))
