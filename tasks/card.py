@@ -34,9 +34,9 @@ tags: [windquant]
 | share of the weights | {shares} |
 | embeddings and head | {embedding} bits |
 | effective bits | {bits:.4f} of the quantized matrices, {bits_model:.4f} of the whole file |
-| perplexity | {perplexity:.2f} a token, on {tokens} tokens of the validation text (the first windows; not the text of the benchmark) |
+| perplexity | {perplexity:.2f} a token, on the first {tokens} tokens of the validation text (not the benchmark's) |
 | made by | `python -m tasks quantize`, a stage of `python -m flows.run` |
-| MLflow run | experiment `windquant`; the id is `mlflow_run` in `artifacts/runs/quantize.json` of the project, the run nested in it is `{method}` |
+| MLflow run | `mlflow_run` in the project's `artifacts/runs/quantize.json`, and `{method}` nested in it |
 
 ## Bytes
 
@@ -50,7 +50,7 @@ def write(folder: Path, plan: plans.Plan, count: Bytes, scores: Scores) -> None:
     parts = ("codes", "scales", "salient", "plan", "embeddings", "head", "norms", "header")
     rows = [f"| {name} | {getattr(count, name):,} |" for name in parts]
     total = f"| all | {count.model:,} |"
-    note = f"Of the codes {count.padding:,} bytes are padding. The plan is counted as one byte a unit, though it lies in config.json."
+    note = f"Of the codes {count.padding:,} bytes are padding. The plan, one byte a unit, lies in config.json."
     values = {
         "method": folder.name,
         "base": Path(manifest["model"].split("#")[0]).name,

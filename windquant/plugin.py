@@ -58,13 +58,15 @@ class WindquantQuantizer(HfQuantizer):
             raise CheckpointError("a packed checkpoint is read from safetensors only; this folder holds other weight files")
         replace_layers(model, self.quantization_config)
         tied = dict(model.all_tied_weights_keys)
-        # Never in a file: tied tensors, and what models without our layers compute by themselves.
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         checkpoint.check_fits(checkpoint.headers(map(Path, checkpoint_files)), wanted, optional=tied)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        restore_layers(model, dtype or model.dtype)
+        dtype = dtype or model.dtype
+        restore_layers(model, dtype)
+        for p in model.parameters():  # not buffers: rotary frequencies stay in float32
+            p.data = p.data.to(dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -98,18 +100,14 @@ def replace_layers(model: Any, config: WindquantConfig) -> None:
     packed = model.get_input_embeddings()
     if tied and packed is not embedding:
         model.set_output_embeddings(TiedHead(packed, head.bias))
-        _untie(model)
+        # Tied by construction; transformers would look for its weight.
+        model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
 
 
 def _packed(dense: nn.Module, rows: int, columns: int, chunk_size: int, symbols: str) -> Packed:
     if isinstance(dense, nn.Embedding):
         return PackedEmbedding(rows, columns, chunk_size, symbols)
     return PackedLinear(rows, columns, chunk_size, symbols, bias=dense.bias is not None)
-
-
-def _untie(model: Any) -> None:
-    """A packed head is tied by construction; transformers would look for its weight."""
-    model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
 
 
 def restore_layers(model: Any, dtype: torch.dtype) -> None:
