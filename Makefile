@@ -23,8 +23,9 @@ ui: $(READY)             ## the MLflow UI, http://127.0.0.1:5000
 serve: $(READY)          ## Prefect server, worker and schedules, http://127.0.0.1:4200
 	@$(BIN)/python -m flows.serve
 
-bench: $(READY)          ## allocators at equal bits, and bits recounted from bytes
+bench: $(READY)          ## bits recounted from bytes, speed of the packed models, allocators at equal bits
 	$(BIN)/python -m benchmarks bits
+	$(BIN)/python -m benchmarks decode
 	$(BIN)/python -m benchmarks allocation
 
 clean:                   ## artifacts and resume state; not the environment, not mlruns/, not DVC's cache

@@ -123,7 +123,7 @@ def _stage(stage: str, params: Any, out: Path, scratch: Any) -> Any:
     torch.manual_seed(params.common.seed)
 
     def check_target(model: torch.nn.Module) -> str:
-        dial = reach(model, params.sensitivity.chunk_size)
+        dial = reach(model, params.sensitivity.chunk_size, params.allocate.embedding_bits)
         return f"target {dial.target_bits(params.allocate):.4g} effective bits; {dial}"
 
     module = importlib.import_module(f"tasks.{stage}")

@@ -95,8 +95,9 @@ def weight_source(folder: Path) -> WeightSource:
     return read
 
 
-def walk(folder: Path, device: torch.device) -> Walk:
-    return Walk(skeleton(config(folder)), weight_source(folder), device)
+def walk(folder: Path, device: torch.device, source: WeightSource | None = None) -> Walk:
+    """The model of a folder, with the folder's weights or others."""
+    return Walk(skeleton(config(folder)), source or weight_source(folder), device)
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:

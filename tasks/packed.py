@@ -1,5 +1,6 @@
-"""Loading checkpoints of ours."""
+"""Loading checkpoints of ours, the way their users do: through transformers."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,32 @@ import torch
 
 from tasks import models
 from tasks.errors import UserError
-from windquant import checkpoint
+from windquant import checkpoint, plugin
+
+COMPANIONS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "generation_config")
 
 
-def load(folder: Path, device: torch.device) -> Any:
-    """A packed checkpoint as a dense float32 model. Raises UserError when it is not whole."""
+def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """A packed checkpoint, its matrices packed in memory too. Raises UserError when it is not whole."""
     try:
         checkpoint.read_quantization(folder)
-        return checkpoint.load(folder, models.skeleton(models.config(folder)), device)
+        checkpoint.files(folder)
+        model = models.load(folder, device, dtype)
     except checkpoint.CheckpointError as e:
         raise UserError(str(e)) from e
+    assert isinstance(model.hf_quantizer, plugin.WindquantQuantizer)  # else transformers made the weights up
+    return model
+
+
+def export_dense(folder: Path, out: Path) -> None:
+    """The checkpoint as a plain one in bfloat16, for programs that do not know ours; tokenizer and all beside it."""
+    model = load(folder, torch.device("cpu"), torch.bfloat16)
+    model.dequantize(torch.bfloat16).save_pretrained(out)
+    copy_companions(folder, out)
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """What belongs to a model beside its weights: tokenizer, chat template, generation config."""
+    for f in sorted(source.iterdir()):
+        if f.name.startswith(COMPANIONS):
+            shutil.copyfile(f, out / f.name)

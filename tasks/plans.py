@@ -19,7 +19,7 @@ UNIT_COLUMNS = ("unit", "matrix", "block", "kind", "first_column", "columns", "r
 @dataclass(frozen=True)
 class Table:
     """The distortion table: D (units, widths) nats, B (units, widths) bytes; header: model_hash, chunk_size,
-    other_bytes (all that is in the model file beside the body)."""
+    other_bytes (all that is in the model file beside the body, by `allocate.embedding_bits`)."""
 
     body: list[Unit]
     D: Tensor
@@ -29,7 +29,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Plan:
-    """The width of every unit. header: model_hash, chunk_size, target_bits, allocator, seed."""
+    """The width of every unit. header: model_hash, chunk_size, target_bits, allocator, seed, other_bytes,
+    embedding_bits."""
 
     body: list[Unit]
     bits: list[float]

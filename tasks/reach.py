@@ -1,13 +1,15 @@
 """What the dial, `target_bits` or `target_size`, can be set to for a model, and the bits that it asks for."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 
 from torch import nn
 
 from tasks.errors import UserError
-from windquant import blocks, checkpoint, units
+from windquant import blocks, checkpoint, embeddings, units
 from windquant.allocate import AllocateConfig, parse_size
+from windquant.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Reach:
         return (
             f"target_bits can be {math.ceil(low * 100) / 100:g} to {math.floor(high * 100) / 100:g}, "
             f"target_size {small / 1e6:.4g}MB to {large / 1e6:.4g}MB ({self.other_bytes / 1e6:.3g}MB of it embeddings and "
-            f"the rest, kept at 16 bits)"
+            f"the rest)"
         )
 
     def target_bits(self, config: AllocateConfig) -> float:
@@ -48,7 +50,22 @@ class Reach:
         return bits
 
 
-def reach(model: nn.Module, chunk_size: int | None) -> Reach:
+def reach(model: nn.Module, chunk_size: int | None, embedding_bits: int | None = None) -> Reach:
+    """Raises UserError when the model's embeddings cannot be packed and embedding_bits asks for it."""
     chunk_size = chunk_size or units.chunk_size_for(sum(p.numel() for p in model.parameters()))
-    other = checkpoint.other_bytes(model) + checkpoint.header_bound(model)
-    return Reach.of(units.cut(blocks.matrices(model), chunk_size), other, chunk_size)
+    body = units.cut(blocks.matrices(model), chunk_size)
+    if embedding_bits is None:
+        return Reach.of(body, checkpoint.other_bytes(model), chunk_size)
+    try:
+        packed = units.cut(embeddings.matrices(model), chunk_size)
+    except InputError as e:
+        raise UserError(str(e)) from e
+    return Reach.of(body, checkpoint.other_bytes(model, packed, embedding_bits), chunk_size)
+
+
+def other_bytes_by_bits(model: nn.Module, chunk_size: int | None) -> dict[str, int]:
+    """Bytes beside the body at every `allocate.embedding_bits` that the model can have; `null` is not packed."""
+    out = {"null": reach(model, chunk_size).other_bytes}
+    with contextlib.suppress(UserError):
+        out |= {str(bits): reach(model, chunk_size, bits).other_bytes for bits in embeddings.BITS}
+    return out

@@ -10,6 +10,7 @@ from tasks import models, progress, store
 from tasks.errors import UserError
 from tasks.job import Job, Record
 from tasks.plans import Table, save_distortions
+from tasks.reach import other_bytes_by_bits
 from tasks.reach import reach as reach_of
 from tasks.statistics import BlockStatistics
 from windquant import blocks, sensitivity, units
@@ -34,7 +35,7 @@ def run(config: SensitivityConfig, job: Job) -> Record:
     header = {
         "model_hash": store.load_json(store.path("prepare") / "manifest.json")["model_hash"],
         "chunk_size": reach.chunk_size,
-        "other_bytes": reach.other_bytes,
+        "other_bytes": other_bytes_by_bits(walk.model, reach.chunk_size),
     }
     save_distortions(job.out / "table.parquet", Table(body, D, units.sizes(body), header))
     totals = {f"distortion_all/{b:g}": float(D[:, j].sum()) for j, b in enumerate(WIDTHS)}

@@ -70,7 +70,7 @@ def test_imports_run_from_flows_to_tasks_to_windquant(file):
         ("mlflow", {"tasks/tracking.py"}),
         ("lm_eval", {"tasks/harness.py"}),
         ("prefect", {"tasks/stage.py", "flows/pipeline.py"}),
-        ("transformers", {"tasks/models.py", "tasks/prepare.py"}),
+        ("transformers", {"tasks/models.py", "tasks/prepare.py", "windquant/plugin.py"}),
     ],
 )
 def test_each_library_has_its_home(library, homes):
@@ -82,4 +82,4 @@ def test_the_library_needs_torch_and_little_else(file):
     import sys
 
     found = {n.split(".")[0] for n in names(file)} - {"windquant", "torch"} - set(sys.stdlib_module_names)
-    assert found <= ({"safetensors"} if file.name == "checkpoint.py" else set())
+    assert found <= {"checkpoint.py": {"safetensors"}, "plugin.py": {"transformers"}}.get(file.name, set())

@@ -38,7 +38,8 @@ def clone(folder: Path) -> Path:
     (folder / "data/sources/text.jsonl").write_text("".join(rows))
     change(folder, prepare={"model": "path:data/sources/model", "text": "path:data/sources/text.jsonl", "window": 32,
                             "eval_window": 64, "eval_stride": 32, "calibration_windows": 8},
-           sensitivity={"chunk_size": 40}, allocate={"target_bits": 2.75},
+           sensitivity={"chunk_size": 40}, allocate={"target_bits": 2.75, "embedding_bits": 8},
+           quantize={"export_dequantized": True},
            benchmark={"windows": 4, "limit": 4, "completions": 2, "completion_tokens": 4})  # fmt: skip
     return folder
 
@@ -78,6 +79,12 @@ def test_every_stage_left_its_artifacts_and_the_plan_keeps_its_budget(project, m
     metrics = store.load_json(store.path("compare") / "metrics.json")
     assert 0.97 * 2.75 < metrics["effective_bits"] <= 2.75
     assert {p.name for p in store.path("compare").glob("*.png")} == {"pareto.png", "allocation.png", "widths.png"}
+
+
+def test_a_checkpoint_has_its_card_its_tokenizer_and_its_dense_copy(project):
+    folder = project / "artifacts/quantize/lagrangian"
+    assert "base model" in (folder / "README.md").read_text()
+    assert (folder / "tokenizer.json").exists() and (folder / "bf16/model.safetensors").exists()
 
 
 def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkeypatch):

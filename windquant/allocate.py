@@ -9,6 +9,7 @@ is the column index of every unit, (units,) int64.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from windquant.grids import WIDTHS
 @dataclass(frozen=True)
 class AllocateConfig:
     """target_bits: effective bits of the body, every stored byte counted. target_size: bytes of the whole model file
-    (`80MB`, `76MiB`); when given it takes the place of target_bits. allocator: a name in ALLOCATORS.
+    (`80MB`, `76MiB`); when given it takes the place of target_bits. allocator: a name in ALLOCATORS. embedding_bits: 8 or
+    4 packs the embedding and the head as well, None leaves them at 16; target_size counts them either way.
     """
 
     target_bits: float = 2.25
     target_size: str | None = None
     allocator: str = "lagrangian"
+    embedding_bits: Literal[4, 8] | None = None
 
     def __post_init__(self) -> None:
         if self.allocator not in ALLOCATORS:

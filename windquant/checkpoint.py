@@ -1,12 +1,12 @@
 """Packed checkpoints: a folder with safetensors, config.json with our `quantization_config`, and the tokenizer.
 
-The one module of the library that knows transformers. A quantized matrix `m` is three tensors, `m.codes`, `m.scale`,
-`m.span` (see `PackedMatrix`); its shape and its widths, one letter a unit, are in `quantization_config.plan`. All other
-tensors are stored in float16 under their own names.
+A quantized matrix `m` is three tensors, `m.codes`, `m.scale`, `m.span` (see `PackedMatrix`); its shape and its widths, one
+letter a unit, are in `quantization_config.plan`, or in `.embeddings` for embeddings and the head when they are packed too.
+All other tensors are stored in float16 under their own names. `plugin` loads such a folder into transformers.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from windquant import blocks
 from windquant.errors import InputError
 from windquant.grids import BY_SYMBOL
-from windquant.quantize import PackedMatrix
-from windquant.units import columns_of, effective_bits
+from windquant.quantize import PARTS, PackedMatrix
+from windquant.units import Matrix, Unit, columns_of, effective_bits
 
 VERSION = 1
 SHARD_BYTES = 2_000_000_000
-PARTS = ("codes", "scale", "span")
+Entry = tuple[int, int, str]
+"""Rows, columns, and one letter a unit."""
 
 
 class CheckpointError(InputError):
@@ -39,22 +40,24 @@ def store_other(name: str, tensor: Tensor) -> Tensor:
     return stored
 
 
-def others(model: nn.Module) -> dict[str, Tensor]:
-    """What is not quantized: parameters, tied ones once, and the buffers that checkpoints hold (routers' corrections)."""
-    body = {f"{m.name}.weight" for m in blocks.matrices(model)}
+def others(model: nn.Module, embeddings: Iterable[Matrix] = ()) -> dict[str, Tensor]:
+    """What is not quantized: parameters, tied ones once, and the buffers that checkpoints hold (routers' corrections).
+    embeddings: those that are packed."""
+    packed = {f"{m.name}.weight" for m in (*blocks.matrices(model), *embeddings)}
     kept = model.state_dict().keys()
     buffers = {name: b for name, b in model.named_buffers() if name in kept}
-    return {name: p for name, p in model.named_parameters() if name not in body} | buffers
+    return {name: p for name, p in model.named_parameters() if name not in packed} | buffers
 
 
-def other_bytes(model: nn.Module) -> int:
-    return sum(2 * p.numel() for p in others(model).values())
-
-
-def header_bound(model: nn.Module) -> int:
-    """An upper bound of the safetensors headers: name, dtype, shape and two offsets of up to 13 digits a tensor."""
-    names = list(others(model)) + [f"{m.name}.{part}" for m in blocks.matrices(model) for part in PARTS]
-    return 1024 + sum(len(n) + 110 for n in names)
+def other_bytes(model: nn.Module, embeddings: Iterable[Unit] = (), bits: float = 16) -> int:
+    """Bytes of the file beside the body, headers bounded from above. embeddings: the units packed at `bits`."""
+    units = list(embeddings)
+    packed = list(dict.fromkeys(u.matrix for u in units))
+    rest = others(model, packed)
+    # A header names every tensor: its dtype, its shape, and two offsets of up to 13 digits.
+    names = [*rest, *(f"{m.name}.{part}" for m in (*blocks.matrices(model), *packed) for part in PARTS)]
+    header = 1024 + sum(len(n) + 110 for n in names)
+    return sum(2 * p.numel() for p in rest.values()) + sum(u.size(bits) for u in units) + header
 
 
 class Writer:
@@ -63,7 +66,8 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self.folder, self.pending, self.files = folder, {}, []
         self.weight_map: dict[str, int] = {}
-        self.plan: dict[str, tuple[int, int, str]] = {}
+        self.plan: dict[str, Entry] = {}
+        self.embeddings: dict[str, Entry] = {}
         self.total = 0
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -74,10 +78,11 @@ class Writer:
         self.pending[name] = tensor
         self.total += tensor.nbytes
 
-    def add_matrix(self, name: str, packed: PackedMatrix) -> None:
+    def add_matrix(self, name: str, packed: PackedMatrix, *, embedding: bool = False) -> None:
+        """embedding: not a matrix of the body but an embedding or a head."""
         for part in PARTS:
             self.add(f"{name}.{part}", getattr(packed, part))
-        self.plan[name] = (packed.rows, packed.columns, packed.symbols)
+        (self.embeddings if embedding else self.plan)[name] = (packed.rows, packed.columns, packed.symbols)
 
     def _flush(self) -> None:
         file = self.folder / f"shard-{len(self.files)}"
@@ -87,7 +92,8 @@ class Writer:
         self.pending = {}
 
     def close(self, config: dict[str, Any], chunk_size: int) -> None:
-        """Name the shards and write config.json. config: the reference model's, as a dict."""
+        """Name the shards and write config.json. config: the reference model's, as a dict; its dtype stays, for that is
+        what to compute in, not what the tensors are stored as."""
         self._flush()
         if len(self.files) == 1:
             self.files[0].rename(self.folder / "model.safetensors")
@@ -97,8 +103,9 @@ class Writer:
                 file.rename(self.folder / name)
             index = {"metadata": {"total_size": self.total}, "weight_map": {k: names[i] for k, i in self.weight_map.items()}}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        quantization = {"quant_method": "windquant", "version": VERSION, "chunk_size": chunk_size, "plan": self.plan}
-        text = json.dumps(config | {"dtype": "float16", "quantization_config": quantization}, indent=2)
+        quantization = {"quant_method": "windquant", "version": VERSION, "chunk_size": chunk_size, "plan": self.plan,
+                        "embeddings": self.embeddings}  # fmt: skip
+        text = json.dumps(config | {"quantization_config": quantization}, indent=2)
         (self.folder / "config.json").write_text(text + "\n")
 
 
@@ -145,24 +152,24 @@ class Bytes:
 def count(folder: Path) -> Bytes:
     """Count a checkpoint's bytes from the files on disk, nothing else. Raises CheckpointError when it is not whole."""
     quantization = read_quantization(folder)
-    chunk, plan = quantization["chunk_size"], quantization["plan"]
+    chunk, plan, embeddings = quantization["chunk_size"], quantization["plan"], quantization.get("embeddings", {})
     sizes: dict[str, int] = dict.fromkeys(("codes", "scales", "embeddings", "head", "norms"), 0)
-    header = parameters = 0
-    for file in _files(folder):
-        payload = 0
-        with safe_open(file, "pt") as f:
-            for name in f.keys():  # noqa: SIM118
-                view = f.get_slice(name)
-                shape = tuple(view.get_shape())
-                size = _ITEM[view.get_dtype()] * _product(shape)
-                payload += size
-                owner, _, part = name.rpartition(".")
-                if owner in plan and part in PARTS:
-                    sizes["codes" if part == "codes" else "scales"] += size
-                else:
-                    parameters += _product(shape)
-                    sizes[_role(name, shape)] += size
-        header += file.stat().st_size - payload
+    found, parameters = files(folder), 0
+    stored = headers(found)
+    for name, (dtype, shape) in stored.items():
+        size = _ITEM[dtype] * _product(shape)
+        owner, _, part = name.rpartition(".")
+        if owner in embeddings and part in PARTS:
+            sizes[_role(name, embeddings[owner][:2])] += size
+        elif owner in plan and part in PARTS:
+            sizes["codes" if part == "codes" else "scales"] += size
+        else:
+            parameters += _product(shape)
+            sizes[_role(name, shape)] += size
+    header = sum(f.stat().st_size for f in found) - sum(sizes.values())
+    for name, (rows, columns, symbols) in embeddings.items():
+        parameters += rows * columns
+        sizes[_role(name, (rows, columns))] += len(symbols)
     weights, padding, nominal = 0, 0, 0.0
     for rows, columns, symbols in plan.values():
         for symbol, width in zip(symbols, columns_of(columns, chunk), strict=True):
@@ -185,7 +192,7 @@ def _product(shape: Iterable[int]) -> int:
     return out
 
 
-def _role(name: str, shape: tuple[int, ...]) -> str:
+def _role(name: str, shape: Sequence[int]) -> str:
     if len(shape) < 2:
         return "norms"
     return "head" if "lm_head" in name or "embed_out" in name else "embeddings"
@@ -202,66 +209,62 @@ def read_quantization(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is damaged: {e}") from e
     if found.get("quant_method") != "windquant":
         raise CheckpointError(f"{file} has no quantization_config of windquant: it is not a checkpoint of ours")
-    if found.get("version") != VERSION:
-        raise CheckpointError(
-            f"{file} has format version {found.get('version')}, this release reads {VERSION}; update windquant"
-        )
+    check_version(found.get("version"))
     return found
 
 
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files, all there and none cut short."""
+def check_version(version: object) -> None:
+    if version != VERSION:
+        raise CheckpointError(
+            f"the checkpoint's config.json has format version {version}, this release reads {VERSION}; update windquant"
+        )
+
+
+def files(folder: Path) -> list[Path]:
+    """A checkpoint's safetensors files, all there and none cut short. Raises CheckpointError."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    for name in names:
-        file = folder / name
+    found = [folder / name for name in names]
+    headers(found)
+    return found
+
+
+def headers(found: Iterable[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> dtype and shape of every tensor. Raises CheckpointError when a file is missing, damaged or cut short."""
+    out = {}
+    for file in found:
         if not file.exists():
-            raise CheckpointError(f"{folder} lacks {name}; copy the checkpoint again")
+            raise CheckpointError(f"{file.parent} lacks {file.name}; copy the checkpoint again")
         try:
-            with safe_open(file, "pt"):
-                pass
+            with safe_open(file, "pt") as f:
+                for name in f.keys():  # noqa: SIM118
+                    view = f.get_slice(name)
+                    out[name] = view.get_dtype(), tuple(view.get_shape())
         except Exception as e:  # safetensors' own error is not exported
             raise CheckpointError(f"{file} is damaged or cut short ({e}); copy the checkpoint again") from e
-    return [folder / name for name in names]
+    return out
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and float32 value of every parameter, matrices dequantized one by one. Raises CheckpointError as `count`."""
-    quantization = read_quantization(folder)
-    plan, chunk = quantization["plan"], quantization["chunk_size"]
-    for file in _files(folder):
-        with safe_open(file, "pt") as f:
-            for name in f.keys():  # noqa: SIM118
-                owner, _, part = name.rpartition(".")
-                if owner not in plan or part not in PARTS:
-                    yield name, f.get_tensor(name).float()
-    where = {name: file for file in _files(folder) for name in safe_open(file, "pt").keys()}  # noqa: SIM118
-    for name, (rows, columns, symbols) in plan.items():
-        parts = {}
-        for part in PARTS:
-            full = f"{name}.{part}"
-            if full not in where:
-                raise CheckpointError(f"{folder} lacks the tensor {full} that its plan names; make the checkpoint again")
-            with safe_open(where[full], "pt") as f:
-                parts[part] = f.get_tensor(full)
-        try:
-            packed = PackedMatrix(rows, columns, chunk, symbols, **parts)
-        except ValueError as e:
-            raise CheckpointError(f"{folder}: {name}: {e}; make the checkpoint again") from e
-        yield f"{name}.weight", packed.dequantize()
+def check_fits(
+    found: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Mapping[str, tuple[int, ...]], optional: Iterable[str] = ()
+) -> None:
+    """found: what `headers` read. wanted: the model's tensors and their shapes; `optional` ones may be missing.
 
-
-def load(folder: Path, skeleton: nn.Module, device: torch.device) -> nn.Module:
-    """The checkpoint as a dense float32 model. skeleton: the model of its config, parameters on the meta device.
-
-    Raises CheckpointError when the tensors are not exactly the model's.
+    Raises CheckpointError naming the first tensor that is missing, too many, or of another shape or type.
     """
-    state = {name: t.to(device) for name, t in tensors(folder)}
-    result = skeleton.load_state_dict(state, strict=False, assign=True)
-    skeleton.tie_weights()  # pyright: ignore[reportCallIssue]
-    missing = [name for name, p in skeleton.named_parameters() if p.is_meta]
-    if missing or result.unexpected_keys:
-        raise CheckpointError(f"{folder} does not fit its own config: {(missing + result.unexpected_keys)[:3]}")
-    return skeleton.eval().requires_grad_(False).to(device)
+    missing = sorted(wanted.keys() - found.keys() - set(optional))
+    extra = sorted(found.keys() - wanted.keys())
+    if missing or extra:
+        what = f"lacks the tensor {missing[0]}" if missing else f"holds the tensor {extra[0]}, which the model has not"
+        raise CheckpointError(f"the checkpoint {what}: it does not fit its own config.json; make or copy it again")
+    for name in sorted(found):
+        dtype, shape = found[name]
+        if shape != wanted[name]:
+            raise CheckpointError(
+                f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}; make or copy it again"
+            )
+        owner, _, part = name.rpartition(".")
+        if f"{owner}.codes" in wanted and dtype != PARTS.get(part, dtype):
+            raise CheckpointError(f"{name} is stored as {dtype}, not as {PARTS[part]}; make or copy the checkpoint again")

@@ -47,24 +47,31 @@ class Engine:
         """
         embedded = None
         for i in range(len(self.walk)):
-            key = f"{self.name}-{i}"
-            if not self.scratch.has(key):
+            if not self.has(i):
                 if embedded is None:
                     embedded = self.walk.embed(windows)
                 x, q = (embedded, embedded) if i == 0 else self._streams(i - 1)
                 packed, x, q = self._block(i, x, q)
                 # Into the slot of the block before last: until the packed block is there, too, this one starts again.
                 self.scratch.put(f"{self.name}-streams-{i % 2}", {"reference": x, "quantized": q})
-                self.scratch.put(key, {f"{m}.{part}": getattr(p, part) for m, p in packed.items() for part in PARTS})
-            yield self._packed(i, self.scratch.get(key))
+                self.keep(i, packed)
+            yield self.kept(i)
             report(i + 1, len(self.walk))
 
     def _streams(self, block: int) -> tuple[Tensor, Tensor]:
         kept = self.scratch.get(f"{self.name}-streams-{block % 2}")
         return kept["reference"], kept["quantized"]
 
-    def _packed(self, index: int, kept: dict[str, Tensor]) -> dict[str, PackedMatrix]:
-        out = {}
+    def has(self, index: int) -> bool:
+        return self.scratch.has(f"{self.name}-{index}")
+
+    def keep(self, index: int, packed: dict[str, PackedMatrix]) -> None:
+        tensors = {f"{m}.{part}": getattr(p, part) for m, p in packed.items() for part in PARTS}
+        self.scratch.put(f"{self.name}-{index}", tensors)
+
+    def kept(self, index: int) -> dict[str, PackedMatrix]:
+        """The packed matrices of a finished block."""
+        kept, out = self.scratch.get(f"{self.name}-{index}"), {}
         for m in self.walk.matrices(index):
             parts = {part: kept[f"{m.name}.{part}"] for part in PARTS}
             out[m.name] = PackedMatrix(m.rows, m.columns, self.chunk_size, symbols(self.plan(m.name)), **parts)

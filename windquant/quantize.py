@@ -16,8 +16,8 @@ from windquant.grids import BY_SYMBOL, GRIDS, Grid, decode, encode, symbols
 from windquant.packing import pack, unpack
 from windquant.units import columns_of
 
-PARTS = ("codes", "scale", "span")
-"""The tensors of a packed matrix."""
+PARTS = {"codes": "U8", "scale": "U8", "span": "F16"}
+"""The tensors of a packed matrix, and their dtypes in a safetensors header."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ GAMMA = 0.3
 OCTAVES = 12
 """Scales of a unit span at most a factor 2^12: 254 steps of at most 3.3 %, stored to 1.7 %."""
 SCALE_BYTES = 1
+_STEPS = torch.arange(-1.0, 255.0)
 RANGE_BYTES = 4
 """Two float16 a unit: the logarithm of the smallest scale, and the step between two codes."""
 
@@ -98,7 +99,7 @@ def to_log8(s: Tensor, margin: float = 0.0) -> tuple[Tensor, Tensor]:
 def from_log8(codes: Tensor, span: Tensor) -> Tensor:
     """Inverse of `to_log8` on its own outputs: (units, rows), (units, 2) -> scales (units, rows, 1), float32."""
     low, step = span.float().unsqueeze(-1).unbind(1)
-    log = low + step * (torch.arange(256, device=span.device) - 1)
+    log = low + step * _STEPS.to(span.device)
     # Looked up, for exp2 rounds differently where a tensor's end leaves a vector register half full: of 256 numbers a unit,
     # and few enough for one thread, there is no such end, and a scale does not depend on where it stands.
     table = torch.cat([torch.exp2(part) for part in log.split(128)]) if len(log) else log

@@ -4,7 +4,7 @@ import torch
 from tasks import preflight
 from tasks.errors import UserError
 from tasks.models import skeleton
-from tasks.reach import reach
+from tasks.reach import other_bytes_by_bits, reach
 from tests.conftest import tiny_config
 from windquant.allocate import AllocateConfig
 
@@ -26,6 +26,26 @@ def test_a_size_becomes_bits(dial):
     """The whole file: embeddings, norms and header come off first."""
     size = dial.other_bytes + dial.body_weights * 2.5 / 8
     assert dial.target_bits(AllocateConfig(target_size=f"{size}B")) == pytest.approx(2.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_embeddings_leave_more_for_the_body(tied):
+    """Of 300 x 64 weights in two chunks: 16 bits come off, 8 bits and 300 + 4 + 1 bytes a chunk come on."""
+    model = skeleton(tiny_config(tie_word_embeddings=tied))
+    saved = reach(model, 32).other_bytes - reach(model, 32, 8).other_bytes
+    tables = 1 if tied else 2
+    names = 2 * 130 * tables  # of two tensors more in the header
+    assert saved == pytest.approx(tables * (300 * 64 - 2 * 305), abs=2 * names)
+    sizes = other_bytes_by_bits(model, 32)
+    assert sizes["null"] > sizes["8"] > sizes["4"]
+
+
+def test_embeddings_of_a_class_of_their_own_are_refused_by_name():
+    model = skeleton(tiny_config())
+    model.model.embed_tokens = type("ScaledEmbedding", (torch.nn.Embedding,), {})(300, 64, device="meta")
+    with pytest.raises(UserError, match="model.embed_tokens is a ScaledEmbedding, which cannot be packed"):
+        reach(model, 32, 8)
+    assert list(other_bytes_by_bits(model, 32)) == ["null"]
 
 
 def test_a_size_below_the_embeddings_is_refused(dial):

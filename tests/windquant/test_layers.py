@@ -1,0 +1,97 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from windquant import embeddings, layers
+from windquant.layers import PackedEmbedding, PackedLinear
+from windquant.quantize import quantize_matrix
+
+WIDTHS = (1, 1.58, 2, 3, 4, 8, 16)
+SHAPES = [(40, 7 * 32 + 19, 32), (37, 7 * 15 + 4, 15), (64, 576, 64)]
+"""rows, columns, chunk size: a narrower last unit, rows and chunks that fill no byte and no register, and neither."""
+
+
+def packed_linear(rows, columns, chunk, bits=None, seed=0, bias=False):
+    """A layer of the bits given, else of all widths mixed, and its dense weights."""
+    generator = torch.Generator().manual_seed(seed)
+    units = -(-columns // chunk)
+    mixed = [WIDTHS[int(i)] for i in torch.randint(0, 7, (units,), generator=generator)]
+    w = torch.randn(rows, columns, generator=generator)
+    packed, dense = quantize_matrix(w, torch.eye(columns), [bits] * units if bits else mixed, chunk)
+    layer = PackedLinear(rows, columns, chunk, packed.symbols, bias).fill(packed)
+    assert isinstance(layer, PackedLinear) and torch.equal(packed.dequantize(), dense)
+    return layer, dense
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [*WIDTHS, None])
+def test_many_tokens_give_the_dense_layers_output_bit_for_bit(shape, bits):
+    layer, dense = packed_linear(*shape, bits)
+    x = torch.randn(2, layers.FEW, shape[1], generator=torch.Generator().manual_seed(1))
+    assert torch.equal(layer(x), F.linear(x, dense))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [*WIDTHS, None])
+@pytest.mark.parametrize("tokens", [1, layers.FEW])
+def test_few_tokens_give_it_up_to_the_order_of_rounding(shape, bits, tokens):
+    """A sum of n products is off by at most n eps sum |w x|, whatever its order; scaling adds two roundings."""
+    layer, dense = packed_linear(*shape, bits)
+    x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(1))
+    bound = (shape[1] + 2) * torch.finfo(torch.float32).eps * F.linear(x.abs().double(), dense.abs().double())
+    assert ((layer(x).double() - F.linear(x.double(), dense.double())).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("tokens", [1, layers.FEW + 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_within_its_own_rounding(dtype, tokens):
+    """Weights, each unit's sum and the output are rounded once: at most three eps of sum |w x|."""
+    layer, dense = packed_linear(64, 576, 64)
+    x = torch.randn(tokens, 576, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact, size = F.linear(x.double(), dense.double()), F.linear(x.double().abs(), dense.double().abs())
+    assert layer(x).dtype == dtype
+    assert ((layer(x).double() - exact).abs() <= 3 * torch.finfo(dtype).eps * size).all()
+
+
+@pytest.mark.parametrize("tokens", [1, layers.FEW + 1])
+def test_a_bias_is_added(tokens):
+    layer, _ = packed_linear(40, 96, 32, bias=True)
+    x = torch.randn(tokens, 96)
+    without = layer(x)
+    assert layer.bias is not None
+    layer.bias.data.fill_(1.5)
+    torch.testing.assert_close(layer(x), without + 1.5)
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.float(), lambda m: m.double()]
+)
+def test_a_cast_leaves_what_is_stored(cast):
+    layer, dense = packed_linear(40, 96, 32, bias=True)
+    stored = {k: v.clone() for k, v in layer.state_dict().items() if k != "bias"}
+    there_and_back = cast(copy.deepcopy(layer)).to(torch.float32)
+    found = there_and_back.state_dict()
+    assert all(found[k].dtype == v.dtype and torch.equal(found[k], v) for k, v in stored.items())
+    assert torch.equal(there_and_back.dequantize(), dense)
+
+
+@pytest.mark.parametrize("bits", embeddings.BITS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_that_are_looked_up_are_the_dense_tables(shape, bits):
+    rows, columns, chunk = shape
+    packed, dense = embeddings.quantize(torch.randn(rows, columns), bits, chunk)
+    layer = PackedEmbedding(rows, columns, chunk, packed.symbols).fill(packed)
+    ids = torch.tensor([[0, rows - 1, 3], [3, 3, 17]])
+    assert torch.equal(layer.dequantize(), dense)
+    assert torch.equal(layer(ids), dense[ids])
+    assert torch.equal(layer.bfloat16()(ids), dense[ids].bfloat16())
+
+
+@pytest.mark.parametrize("bits", embeddings.BITS)
+def test_an_embedding_is_rounded_to_nearest(bits):
+    """No row errs by more than a level and its scale's 1.7 %: relative error about 2^-bits."""
+    w = torch.randn(300, 64)
+    _, dense = embeddings.quantize(w, bits, 32)
+    assert (dense - w).norm() / w.norm() < 2.0 ** -(bits - 1)

@@ -1,0 +1,123 @@
+"""Layers that compute with packed weights: the tensors stay in memory as they lie in the checkpoint's file.
+
+Many tokens at once (prefill) are multiplied with the dequantized matrix, unpacked for the call: in float32 the result
+is that of the dense layer bit for bit. A few tokens (decoding) are multiplied with the grid points unit by unit, and
+each unit's sum with its scale: the same number up to the order of rounding, without writing the matrix out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windquant import unpacking
+from windquant.grids import decode
+from windquant.quantize import PackedMatrix
+from windquant.scales import from_log8
+
+FEW = 8
+"""Up to so many tokens are multiplied unit by unit."""
+
+
+class Packed(nn.Module):
+    """A packed matrix (rows, columns): `codes`, `scale` and `span` as in `PackedMatrix`, and the weights they stand for."""
+
+    codes: Tensor
+    scale: Tensor
+    span: Tensor
+
+    def __init__(self, rows: int, columns: int, chunk_size: int, symbols: str) -> None:
+        """Empty tensors of the shapes that the plan implies. Raises InputError when the plan does not fit the columns."""
+        super().__init__()
+        self.rows, self.columns = rows, columns
+        self.runs = unpacking.layout(rows, columns, chunk_size, symbols)
+        codes, scaled = self.runs[-1].codes.stop, self.runs[-1].scaled.stop
+        self.register_buffer("codes", torch.empty(codes, dtype=torch.uint8))
+        self.register_buffer("scale", torch.empty(scaled, rows, dtype=torch.uint8))
+        self.register_buffer("span", torch.empty(scaled, 2, dtype=torch.float16))
+
+    def fill(self, packed: PackedMatrix) -> "Packed":
+        """Take the tensors of a packed matrix of this very plan; returns the layer."""
+        self.load_state_dict({"codes": packed.codes, "scale": packed.scale, "span": packed.span}, strict=False, assign=True)
+        return self
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights, (rows, columns)."""
+        return unpacking.dequantize(self.codes, self.scale, self.span, self.runs, dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights, float32, unpacked for this call: for code that looks at a layer's dtype, device or values."""
+        return self.dequantize()
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., columns) -> x w^T + bias (..., rows), in the dtype of x."""
+        tokens = x.numel() // self.columns
+        if tokens > FEW:
+            return F.linear(x, self.dequantize(x.dtype), bias)
+        flat = unpacking.multiply(x.reshape(tokens, self.columns), self.codes, self.scale, self.span, self.runs)
+        out = flat.to(x.dtype).reshape(*x.shape[:-1], self.rows)
+        return out if bias is None else out + bias
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves to another device; a cast of the model must not cast the range of its scales."""
+        span = self.span
+        super()._apply(fn, recurse)
+        if self.span.dtype != span.dtype:
+            self.span = span.to(self.span.device)
+        return self
+
+    def extra_repr(self) -> str:
+        bits = 8 * self.codes.numel() / (self.rows * self.columns)
+        return f"in_features={self.columns}, out_features={self.rows}, bits={bits:.2f}"
+
+
+class PackedLinear(Packed):
+    """nn.Linear with a packed matrix; bias, if any, in the model's dtype."""
+
+    def __init__(self, rows: int, columns: int, chunk_size: int, symbols: str, bias: bool = False) -> None:
+        super().__init__(rows, columns, chunk_size, symbols)
+        self.in_features, self.out_features = columns, rows
+        self.bias = nn.Parameter(torch.zeros(rows), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.bias)
+
+
+class PackedEmbedding(Packed):
+    """nn.Embedding with a packed table at 4 or 8 bits; unpacks the rows that are looked up, into the model's dtype."""
+
+    like: Tensor
+
+    def __init__(self, rows: int, columns: int, chunk_size: int, symbols: str) -> None:
+        super().__init__(rows, columns, chunk_size, symbols)
+        self.num_embeddings, self.embedding_dim = rows, columns
+        # Follows the model's casts, as a parameter of nn.Embedding would.
+        self.register_buffer("like", torch.empty(0), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = ids.flatten()
+        s = from_log8(self.scale[:, rows], self.span)
+        out = torch.empty(len(rows), self.columns, dtype=self.like.dtype, device=ids.device)
+        for run in self.runs:
+            w = decode(unpacking.row_codes(self.codes, run, rows), s[run.scaled], run.grid)
+            unpacking.place_(out, w, run)
+        return out.view(*ids.shape, self.columns)
+
+
+class TiedHead(nn.Module):
+    """The output layer of a model whose head is its packed embedding: holds no table of its own."""
+
+    def __init__(self, embedding: PackedEmbedding, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self._embedding = [embedding]  # in a list, lest its tensors be saved twice
+        self.in_features, self.out_features, self.bias = embedding.columns, embedding.rows, bias
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._embedding[0].multiply(x, self.bias)

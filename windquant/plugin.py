@@ -1,0 +1,137 @@
+"""Packed checkpoints for transformers: `import windquant`, then `AutoModelForCausalLM.from_pretrained(folder)`.
+
+The one module of the library that imports transformers. `windquant/__init__.py` imports it when transformers loads its
+quantizers. A checkpoint that is not whole, or not of the model its config.json names, is refused before a weight is read:
+transformers by itself would fill what is missing with random numbers and warn.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from windquant import checkpoint
+from windquant.checkpoint import CheckpointError, Entry
+from windquant.errors import InputError
+from windquant.layers import Packed, PackedEmbedding, PackedLinear, TiedHead
+
+
+@register_quantization_config("windquant")
+class WindquantConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a checkpoint, see `checkpoint`."""
+
+    def __init__(
+        self,
+        version: int = checkpoint.VERSION,
+        chunk_size: int = 64,
+        plan: Mapping[str, Entry] | None = None,
+        embeddings: Mapping[str, Entry] | None = None,
+        quant_method: str = "windquant",
+    ) -> None:
+        checkpoint.check_version(version)
+        self.quant_method, self.version, self.chunk_size = quant_method, version, chunk_size  # pyright: ignore[reportAttributeAccessIssue]
+        self.plan, self.embeddings = dict(plan or {}), dict(embeddings or {})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """As the base class, but another version is refused before its fields are looked at."""
+        checkpoint.check_version(config_dict.get("version"))
+        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+
+
+@register_quantizer("windquant")
+class WindquantQuantizer(HfQuantizer):
+    """Puts packed layers in place of the dense ones; their buffers have the names of the checkpoint's tensors."""
+
+    requires_calibration = True  # a dense model is quantized by the pipeline, not on the fly
+    quantization_config: WindquantConfig
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        if not checkpoint_files or not all(f.endswith(".safetensors") for f in checkpoint_files):
+            raise CheckpointError("a packed checkpoint is read from safetensors only; this folder holds other weight files")
+        replace_layers(model, self.quantization_config)
+        tied = dict(model.all_tied_weights_keys)
+        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        checkpoint.check_fits(checkpoint.headers(map(Path, checkpoint_files)), wanted, optional=tied)
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        dtype = dtype or model.dtype
+        restore_layers(model, dtype)
+        for p in model.parameters():  # not buffers: rotary frequencies stay in float32
+            p.data = p.data.to(dtype)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def replace_layers(model: Any, config: WindquantConfig) -> None:
+    """Put an empty packed layer in the place of every matrix that the plan names. Raises CheckpointError when a plan is
+    not the model's."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = bool(model.all_tied_weights_keys) and head is not None
+    for name, (rows, columns, symbols) in {**config.plan, **config.embeddings}.items():
+        try:
+            dense: Any = model.get_submodule(name)
+            expected = tuple(dense.weight.shape)
+        except AttributeError:
+            raise CheckpointError(f"the plan names {name}, which the model of its config.json has not") from None
+        if (rows, columns) != expected:
+            raise CheckpointError(
+                f"{name} is {rows} x {columns} in the plan and {expected[0]} x {expected[1]} by config.json: "
+                f"plan and config are of different models"
+            )
+        try:
+            model.set_submodule(name, _packed(dense, rows, columns, config.chunk_size, symbols))
+        except InputError as e:
+            raise CheckpointError(f"{name}: {e}; make the checkpoint again") from e
+    packed = model.get_input_embeddings()
+    if tied and packed is not embedding:
+        model.set_output_embeddings(TiedHead(packed, head.bias))
+        # Tied by construction; transformers would look for its weight.
+        model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
+
+
+def _packed(dense: nn.Module, rows: int, columns: int, chunk_size: int, symbols: str) -> Packed:
+    if isinstance(dense, nn.Embedding):
+        return PackedEmbedding(rows, columns, chunk_size, symbols)
+    return PackedLinear(rows, columns, chunk_size, symbols, bias=dense.bias is not None)
+
+
+def restore_layers(model: Any, dtype: torch.dtype) -> None:
+    """Put a dense layer in the place of every packed one, its weights rounded to dtype once; a tied head stays tied."""
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedEmbedding):
+            model.set_submodule(name, _dense(nn.Embedding(1, 1, device="meta"), module, dtype))
+        elif isinstance(module, PackedLinear):
+            layer = nn.Linear(1, 1, bias=module.bias is not None, device="meta")
+            layer.bias = module.bias
+            model.set_submodule(name, _dense(layer, module, dtype))
+    if isinstance(head, TiedHead):
+        layer = nn.Linear(1, 1, bias=head.bias is not None, device="meta")
+        layer.weight, layer.bias = model.get_input_embeddings().weight, head.bias
+        layer.in_features, layer.out_features = head.in_features, head.out_features
+        model.set_output_embeddings(layer)
+        del model._tied_weights_keys
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _dense(layer: Any, packed: Packed, dtype: torch.dtype) -> nn.Module:
+    layer.weight = nn.Parameter(packed.dequantize(dtype), requires_grad=False)
+    for name in ("in_features", "out_features", "num_embeddings", "embedding_dim"):
+        if name in vars(packed):
+            setattr(layer, name, getattr(packed, name))
+    return layer
