@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.dense import Dense
 from tasks import plans, progress, store
 from tasks.settings import load as load_params
-from tasks.statistics import BlockStatistics
+from tasks.statistics import BlockStatistics, Protector
 from windquant import units
 from windquant.allocate import ALLOCATORS, Problem
 from windquant.grids import WIDTHS
@@ -24,7 +24,7 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
     params = load_params()
     table = plans.load_distortions(store.path("sensitivity") / "table.parquet")
     target = params.allocate.target_bits
-    problem = Problem(table.D, table.B, units.budget_bytes(target, table.body))
+    problem = Problem(table.D, table.B, units.budget_bytes(target, table.body, table.salient_bytes))
     bench = Bench(table, problem, Dense(params.benchmark.windows or 0))
     rows = [bench.row("reference", None, 0, target)]
     for name, allocator in ALLOCATORS.items():
@@ -48,10 +48,10 @@ class Bench:
         began = time.monotonic()
         size = predicted = None
         if choice is not None:
-            predicted, size = self.problem.distortion(choice), self.problem.size(choice)
-            round_to_nearest(
-                self.dense, plans.Plan(self.table.body, [WIDTHS[c] for c in choice.tolist()], self.table.header)
-            )
+            widths = [WIDTHS[c] for c in choice.tolist()]
+            plan = plans.Plan(self.table.body, widths, self.table.header, self.table.salient)
+            predicted, size = self.problem.distortion(choice), plan.size
+            round_to_nearest(self.dense, plan)
         found = self.dense.score(allocator)
         return {
             "allocator": allocator,
@@ -67,10 +67,11 @@ class Bench:
 
 def round_to_nearest(dense: Dense, plan: plans.Plan) -> None:
     """Every matrix of the reference, with its moments as `calibrate` took them."""
-    statistics, report = BlockStatistics(0), progress.bar("rounding")
+    statistics, protector, report = BlockStatistics(0), Protector(plan.protection), progress.bar("rounding")
     for i, (name, w) in enumerate(dense.original.items()):
         block, inner = dense.inside(name)
         if statistics.block != block:
             statistics = BlockStatistics(block)
-        dense.set(name, quantize_matrix(w, statistics.moment(inner), plan.of(name), plan.header["chunk_size"])[1])
+        chunk, salient = plan.header["chunk_size"], protector(block, inner, w)
+        dense.set(name, quantize_matrix(w, statistics.moment(inner), plan.of(name), chunk, salient)[1])
         report(i + 1, len(dense.original))

@@ -19,6 +19,7 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
                 "recounted": counted.effective_bits,
                 "codes": counted.codes,
                 "scales": counted.scales,
+                "salient": counted.salient,
                 "plan": counted.plan,
                 "padding": counted.padding,
                 "embeddings": counted.embeddings,

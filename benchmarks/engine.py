@@ -18,6 +18,7 @@ from benchmarks.dense import Dense, on_starting_scales
 from tasks import models, plans, progress, store
 from tasks.errors import UserError
 from tasks.settings import load as load_params
+from tasks.statistics import Protector
 from windquant import units
 from windquant.allocate import ALLOCATORS, Problem
 from windquant.engine import Engine
@@ -116,10 +117,10 @@ class Bench:
 
     def _plan(self, allocator: str, target: float) -> plans.Plan:
         two = int(self.table.B[:, WIDTHS.index(2)].sum())
-        budget = two if target == ALL_TWO else units.budget_bytes(target, self.table.body)
+        budget = two if target == ALL_TWO else units.budget_bytes(target, self.table.body, self.table.salient_bytes)
         problem = Problem(self.table.D, self.table.B, budget)
         choice = ALLOCATORS[allocator](problem, torch.Generator().manual_seed(0))
-        return plans.Plan(self.table.body, [WIDTHS[c] for c in choice.tolist()], self.table.header)
+        return plans.Plan(self.table.body, [WIDTHS[c] for c in choice.tolist()], self.table.header, self.table.salient)
 
     def _ours(self, plan: plans.Plan, treatment: str, seed: int) -> float:
         if treatment == "starting-scales":
@@ -130,7 +131,7 @@ class Bench:
         else:
             config = ReconstructConfig(STEPS, BATCH) if treatment == "reconstruction" else None
             walk = models.walk(store.path("prepare") / "model", torch.device("cpu"))
-            engine = Engine(walk, plan.of, self.chunk, config, seed, Memory(), "plan", print)
+            engine = Engine(walk, plan.of, self.chunk, config, seed, Memory(), "plan", print, Protector(plan.protection))
             for block in engine.run(self.ids, progress.bar(f"{treatment}, {plan.effective_bits:.3f} bits")):
                 for name, packed in block.items():
                     self.dense.set(name, packed.dequantize())

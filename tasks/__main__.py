@@ -123,7 +123,8 @@ def _stage(stage: str, params: Any, out: Path, scratch: Any) -> Any:
     torch.manual_seed(params.common.seed)
 
     def check_target(model: torch.nn.Module) -> str:
-        dial = reach(model, params.sensitivity.chunk_size, params.allocate.embedding_bits)
+        table = params.sensitivity
+        dial = reach(model, table.chunk_size, params.allocate.embedding_bits, table.protection)
         return f"target {dial.target_bits(params.allocate):.4g} effective bits; {dial}"
 
     module = importlib.import_module(f"tasks.{stage}")

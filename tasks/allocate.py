@@ -20,7 +20,7 @@ log = logging.getLogger("windquant")
 
 def run(config: AllocateConfig, job: Job) -> Record:
     table = plans.load_distortions(store.path("sensitivity") / "table.parquet")
-    reach = Reach.of(table.body, _other_bytes(table, config), table.header["chunk_size"])
+    reach = Reach.of(table.body, _other_bytes(table, config), table.header["chunk_size"], table.protection)
     target = reach.target_bits(config)
     record = Record(params={"target_bits": round(target, 6), "chunk_size": reach.chunk_size})
     for name in dict.fromkeys((config.allocator, "uniform")):
@@ -50,12 +50,12 @@ def _other_bytes(table: plans.Table, config: AllocateConfig) -> int:
 
 def _solve(name: str, table: plans.Table, target: float, job: Job) -> tuple[Plan, list[float]]:
     try:
-        problem = Problem(table.D, table.B, units.budget_bytes(target, table.body))
+        problem = Problem(table.D, table.B, units.budget_bytes(target, table.body, table.salient_bytes))
     except ValueError as e:
         raise UserError(str(e)) from e
     choice = ALLOCATORS[name](problem, job.generator())
     header = table.header | {"target_bits": target, "allocator": name, "seed": job.common.seed}
-    plan = Plan(table.body, [WIDTHS[c] for c in choice.tolist()], header)
-    if plan.size > problem.budget:
-        raise AssertionError(f"allocator {name} spent {plan.size} bytes of {problem.budget}")
+    plan = Plan(table.body, [WIDTHS[c] for c in choice.tolist()], header, table.salient)
+    if plan.size > problem.budget + table.salient_bytes:
+        raise AssertionError(f"allocator {name} spent {plan.size} bytes of {problem.budget + table.salient_bytes}")
     return plan, table.D.gather(1, choice[:, None])[:, 0].tolist()

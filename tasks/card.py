@@ -33,6 +33,7 @@ tags: [windquant]
 | plan | allocator {allocator}, target {target:.6g} effective bits, chunks of {chunk} columns, seed {seed} (`plan.parquet`) |
 | treatment | {treatment} |
 | share of the weights | {shares} |
+| salient weights | {salient} |
 | embeddings and head | {embedding} bits |
 | effective bits | {bits:.4f} of the quantized matrices, {bits_model:.4f} of the whole file |
 | perplexity | {perplexity:.2f} a token, on the first {tokens} tokens of the validation text (not the benchmark's) |
@@ -66,6 +67,7 @@ def write(folder: Path, plan: plans.Plan, count: Bytes, treatment: str, scores: 
         "seed": header["seed"],
         "treatment": treatment,
         "shares": ", ".join(f"{100 * s:.1f} % at {w:g} bits" for w, s in plan.shares().items() if s),
+        "salient": f"{header['salient_share']:.2%} of the {header['salient']} in INT8" if plan.protection else "none",
         "embedding": header["embedding_bits"] or 16,
         "bits": count.effective_bits,
         "bits_model": count.effective_bits_model,

@@ -11,37 +11,56 @@ from tasks import store
 from tasks.errors import UserError
 from windquant import units
 from windquant.grids import GRIDS, WIDTHS
+from windquant.salient import Protection, protection, total_size
 from windquant.units import Matrix, Unit
 
 UNIT_COLUMNS = ("unit", "matrix", "block", "kind", "first_column", "columns", "rows")
+COLUMNS = (*UNIT_COLUMNS, "salient")
 
 
 @dataclass(frozen=True)
 class Table:
     """The distortion table: D (units, widths) nats, B (units, widths) bytes; header: model_hash, chunk_size,
-    other_bytes (all that is in the model file beside the body, by `allocate.embedding_bits`)."""
+    other_bytes (all that is in the model file beside the body, by `allocate.embedding_bits`), salient and salient_share.
+    salient: how many weights of every unit are kept in INT8."""
 
     body: list[Unit]
     D: Tensor
     B: Tensor
     header: dict[str, Any]
+    salient: list[int]
+
+    @property
+    def protection(self) -> Protection | None:
+        return _protection(self.header)
+
+    @property
+    def salient_bytes(self) -> int:
+        """What salient weights take of any plan's bytes."""
+        return total_size(self.protection, self.body)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The width of every unit. header: model_hash, chunk_size, target_bits, allocator, seed, other_bytes,
-    embedding_bits."""
+    """The width of every unit, and how many of its weights are kept in INT8 whatever it is. header: model_hash, chunk_size,
+    target_bits, allocator, seed, other_bytes, embedding_bits, salient, salient_share."""
 
     body: list[Unit]
     bits: list[float]
     header: dict[str, Any]
+    salient: list[int]
+
+    @property
+    def protection(self) -> Protection | None:
+        return _protection(self.header)
 
     def of(self, matrix: str) -> list[float]:
         return [b for u, b in zip(self.body, self.bits, strict=True) if u.matrix.name == matrix]
 
     @property
     def size(self) -> int:
-        return sum(u.size(b) for u, b in zip(self.body, self.bits, strict=True))
+        units_size = sum(u.size(b) for u, b in zip(self.body, self.bits, strict=True))
+        return units_size + total_size(self.protection, self.body)
 
     @property
     def effective_bits(self) -> float:
@@ -51,6 +70,10 @@ class Plan:
         """Share of the weights at each width."""
         total = units.weights_in(self.body)
         return {w: sum(u.weights for u, b in zip(self.body, self.bits, strict=True) if b == w) / total for w in WIDTHS}
+
+
+def _protection(header: dict[str, Any]) -> Protection | None:
+    return protection(header["salient"], header["salient_share"])
 
 
 def unit_columns(body: list[Unit]) -> dict[str, list[Any]]:
@@ -71,7 +94,7 @@ def save_distortions(file: Path, table: Table) -> None:
         for prefix, values in (("distortion", table.D), ("bytes", table.B))
         for j, b in enumerate(WIDTHS)
     }
-    store.save_table(file, unit_columns(table.body) | widths, table.header)
+    store.save_table(file, unit_columns(table.body) | widths | {"salient": table.salient}, table.header)
 
 
 def load_distortions(file: Path) -> Table:
@@ -83,13 +106,13 @@ def load_distortions(file: Path) -> Table:
     body = _body(columns, file)
     if not torch.equal(B, units.sizes(body)):
         raise UserError(f"{file} counts bytes otherwise than this release; run `dvc repro sensitivity` again")
-    return Table(body, D, B, header)
+    return Table(body, D, B, header, columns["salient"])
 
 
 def save_plan(file: Path, plan: Plan, distortion: list[float]) -> None:
     columns = unit_columns(plan.body) | {
         "bits": plan.bits,
-        "salient": [0] * len(plan.bits),
+        "salient": plan.salient,
         "bytes": [u.size(b) for u, b in zip(plan.body, plan.bits, strict=True)],
         "distortion": distortion,
     }
@@ -102,12 +125,12 @@ def load_plan(file: Path) -> Plan:
     bits = columns.get("bits", [])
     if not bits or not set(bits) <= set(GRIDS):
         raise UserError(f"{file} is not a plan: its column `bits` must hold only {', '.join(f'{b:g}' for b in GRIDS)}")
-    return Plan(_body(columns, file), bits, header)
+    return Plan(_body(columns, file), bits, header, columns["salient"])
 
 
 def _body(columns: dict[str, list[Any]], file: Path) -> list[Unit]:
-    if not set(UNIT_COLUMNS) <= columns.keys():
-        raise UserError(f"{file} lacks the columns {', '.join(UNIT_COLUMNS)}; run `dvc repro` to make it again")
+    if not set(COLUMNS) <= columns.keys():
+        raise UserError(f"{file} lacks the columns {', '.join(COLUMNS)}; run `dvc repro` to make it again")
     widths: dict[str, int] = {}
     for name, c in zip(columns["matrix"], columns["columns"], strict=True):
         widths[name] = widths.get(name, 0) + c

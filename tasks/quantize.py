@@ -18,7 +18,7 @@ from tasks import card, models, packed, plans, progress, store
 from tasks.config import by_effort
 from tasks.errors import UserError
 from tasks.job import Job, Record
-from tasks.statistics import BlockStatistics
+from tasks.statistics import BlockStatistics, Protector
 from windquant import blocks, checkpoint, embeddings
 from windquant.blocks import WeightSource
 from windquant.calibrate import Report
@@ -89,7 +89,8 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
     walk = models.walk(source, job.device)
     if not walk.fits([u.matrix for u in plan.body]):
         raise UserError(f"plan {name} is for another model than artifacts/prepare/model; run `dvc repro allocate`")
-    engine = Engine(walk, plan.of, chunk, config.reconstruct, job.common.seed, job.scratch, name, log.warning)
+    protector = Protector(plan.protection)
+    engine = Engine(walk, plan.of, chunk, config.reconstruct, job.common.seed, job.scratch, name, log.warning, protector)
     report = progress.bar(f"{config.treatment} of {name}")
     writer = checkpoint.Writer(out)
     for block in (
@@ -98,7 +99,7 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
         for matrix, stored in block.items():
             writer.add_matrix(matrix, stored)
     rest = _add_rest(writer, walk, plan)
-    writer.close(models.config(source).to_dict(), chunk)
+    writer.close(models.config(source).to_dict(), chunk, plan.protection)
     packed.copy_companions(source, out)
     shutil.copyfile(store.path("allocate") / f"{name}.parquet", out / "plan.parquet")
     count = checkpoint.count(out)
@@ -128,7 +129,8 @@ def _rounding(engine: Engine, report: Report) -> Iterator[dict[str, PackedMatrix
                     full = f"{walk.prefix}.{i}.{name}"
                     H = statistics.moment(name).to(walk.device)
                     try:
-                        made[full] = quantize_matrix(linear.weight, H, engine.plan(full), engine.chunk_size)[0]
+                        salient = engine.protect(i, name, linear.weight)
+                        made[full] = quantize_matrix(linear.weight, H, engine.plan(full), engine.chunk_size, salient)[0]
                     except ValueError as e:
                         raise UserError(f"{full}: {e}") from e
             engine.keep(i, made)

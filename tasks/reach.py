@@ -10,6 +10,7 @@ from tasks.errors import UserError
 from windquant import blocks, checkpoint, embeddings, units
 from windquant.allocate import AllocateConfig, parse_size
 from windquant.errors import InputError
+from windquant.salient import Protection, total_size
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Reach:
     chunk_size: int
 
     @classmethod
-    def of(cls, body: list[units.Unit], other_bytes: int, chunk_size: int) -> "Reach":
-        return cls(units.bits_range(body), other_bytes, units.weights_in(body), chunk_size)
+    def of(cls, body: list[units.Unit], other_bytes: int, chunk_size: int, protection: Protection | None = None) -> "Reach":
+        bits = units.bits_range(body, total_size(protection, body))
+        return cls(bits, other_bytes, units.weights_in(body), chunk_size)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -50,22 +52,25 @@ class Reach:
         return bits
 
 
-def reach(model: nn.Module, chunk_size: int | None, embedding_bits: int | None = None) -> Reach:
+def reach(
+    model: nn.Module, chunk_size: int | None, embedding_bits: int | None = None, protection: Protection | None = None
+) -> Reach:
     """Raises UserError when the model's embeddings cannot be packed and embedding_bits asks for it."""
     chunk_size = chunk_size or units.chunk_size_for(sum(p.numel() for p in model.parameters()))
     body = units.cut(blocks.matrices(model), chunk_size)
     if embedding_bits is None:
-        return Reach.of(body, checkpoint.other_bytes(model), chunk_size)
+        return Reach.of(body, checkpoint.other_bytes(model, protection=protection), chunk_size, protection)
     try:
         packed = units.cut(embeddings.matrices(model), chunk_size)
     except InputError as e:
         raise UserError(str(e)) from e
-    return Reach.of(body, checkpoint.other_bytes(model, packed, embedding_bits), chunk_size)
+    other = checkpoint.other_bytes(model, packed, embedding_bits, protection)
+    return Reach.of(body, other, chunk_size, protection)
 
 
-def other_bytes_by_bits(model: nn.Module, chunk_size: int | None) -> dict[str, int]:
+def other_bytes_by_bits(model: nn.Module, chunk_size: int | None, protection: Protection | None = None) -> dict[str, int]:
     """Bytes beside the body at every `allocate.embedding_bits` that the model can have; `null` is not packed."""
-    out = {"null": reach(model, chunk_size).other_bytes}
+    out = {"null": reach(model, chunk_size, None, protection).other_bytes}
     with contextlib.suppress(UserError):
-        out |= {str(bits): reach(model, chunk_size, bits).other_bytes for bits in embeddings.BITS}
+        out |= {str(bits): reach(model, chunk_size, bits, protection).other_bytes for bits in embeddings.BITS}
     return out

@@ -12,7 +12,7 @@ from tasks.job import Job, Record
 from tasks.plans import Table, save_distortions
 from tasks.reach import other_bytes_by_bits
 from tasks.reach import reach as reach_of
-from tasks.statistics import BlockStatistics
+from tasks.statistics import BlockStatistics, Protector
 from windquant import blocks, sensitivity, units
 from windquant.grids import WIDTHS
 from windquant.sensitivity import SensitivityConfig
@@ -21,35 +21,41 @@ from windquant.sensitivity import SensitivityConfig
 def run(config: SensitivityConfig, job: Job) -> Record:
     folder = store.path("prepare") / "model"
     walk = models.walk(folder, job.device)
-    reach = reach_of(walk.model, config.chunk_size)
+    protector = Protector(config.protection)
+    reach = reach_of(walk.model, config.chunk_size, protection=config.protection)
     body = units.cut(blocks.matrices(walk.model), reach.chunk_size)
     report = progress.bar("rounding every unit to every width")
-    tables = []
+    found = []
     for i in range(len(walk)):
         name = f"block-{i}"
         if not job.scratch.has(name):
-            job.scratch.put(name, {"D": _block(walk, i, reach.chunk_size)})
-        tables.append(job.scratch.get(name)["D"])
+            job.scratch.put(name, _block(walk, i, reach.chunk_size, protector))
+        found.append(job.scratch.get(name))
         report(i + 1, len(walk))
-    D = torch.cat(tables)
+    D, salient = (torch.cat([f[key] for f in found]) for key in ("D", "salient"))
     header = {
         "model_hash": store.load_json(store.path("prepare") / "manifest.json")["model_hash"],
         "chunk_size": reach.chunk_size,
-        "other_bytes": other_bytes_by_bits(walk.model, reach.chunk_size),
+        "other_bytes": other_bytes_by_bits(walk.model, reach.chunk_size, config.protection),
+        "salient": config.salient,
+        "salient_share": config.salient_share,
     }
-    save_distortions(job.out / "table.parquet", Table(body, D, units.sizes(body), header))
+    save_distortions(job.out / "table.parquet", Table(body, D, units.sizes(body), header, salient.tolist()))
     totals = {f"distortion_all/{b:g}": float(D[:, j].sum()) for j, b in enumerate(WIDTHS)}
     return Record(params={"chunk_size": reach.chunk_size, "units": len(body)}, metrics=totals)
 
 
-def _block(walk: blocks.Walk, index: int, chunk_size: int) -> torch.Tensor:
+def _block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector) -> dict[str, torch.Tensor]:
+    """The units' distortions, and how many salient weights they hold."""
     statistics = BlockStatistics(index)
-    tables = []
+    tables, counts = [], []
     with walk.block(index) as block:
         for name, linear in blocks.linears(block).items():
             try:
                 H, g = (t.to(walk.device) for t in (statistics.moment(name), statistics.fisher(name)))
-                tables.append(sensitivity.distortions(linear.weight, H, g, chunk_size).cpu())
+                salient = protector(index, name, linear.weight)
+                tables.append(sensitivity.distortions(linear.weight, H, g, chunk_size, salient).cpu())
             except ValueError as e:
                 raise UserError(f"block {index}, {name}: {e}") from e
-    return torch.cat(tables)
+            counts += salient.counts(chunk_size) if salient else [0] * len(tables[-1])
+    return {"D": torch.cat(tables), "salient": torch.tensor(counts)}

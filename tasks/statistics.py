@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from tasks import store
+from windquant.salient import Protection, Salient, protect
 
 
 class BlockStatistics:
@@ -16,6 +17,25 @@ class BlockStatistics:
         """H, (columns, columns)."""
         return self._tensors[f"H.{int(self._tensors[f'source.{name}'])}"]
 
+    def scale(self, name: str) -> Tensor:
+        """a, (columns,)."""
+        return self._tensors[f"a.{int(self._tensors[f'source.{name}'])}"]
+
     def fisher(self, name: str) -> Tensor:
         """g, (rows,)."""
         return self._tensors[f"g.{name}"]
+
+
+class Protector:
+    """`Engine.protect`: salient weights chosen by the reference's activation scales, as the distortion table counts them."""
+
+    def __init__(self, protection: Protection | None) -> None:
+        self._protection = protection
+        self._statistics: BlockStatistics | None = None
+
+    def __call__(self, block: int, name: str, w: Tensor) -> Salient | None:
+        if self._protection is None:
+            return None
+        if self._statistics is None or self._statistics.block != block:
+            self._statistics = BlockStatistics(block)
+        return protect(w, self._statistics.scale(name).to(w.device), self._protection)

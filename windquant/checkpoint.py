@@ -2,6 +2,7 @@
 
 A quantized matrix `m` is three tensors, `m.codes`, `m.scale`, `m.span` (see `PackedMatrix`); its shape and its widths, one
 letter a unit, are in `quantization_config.plan`, or in `.embeddings` for embeddings and the head when they are packed too.
+With salient weights it has four tensors more, `m.salient_...` (see `Salient`), and their mode and share are beside the plan.
 All other tensors are stored in float16 under their own names. `plugin` loads such a folder into transformers.
 """
 
@@ -20,10 +21,12 @@ from windquant import blocks
 from windquant.errors import InputError
 from windquant.grids import BY_SYMBOL
 from windquant.quantize import PARTS, PackedMatrix
+from windquant.salient import SALIENT_PARTS, Protection, Salient
 from windquant.units import Matrix, Unit, columns_of, effective_bits
 
 VERSION = 1
 SHARD_BYTES = 2_000_000_000
+_DTYPES = PARTS | SALIENT_PARTS
 Entry = tuple[int, int, str]
 """Rows, columns, and one letter a unit."""
 
@@ -49,13 +52,18 @@ def others(model: nn.Module, embeddings: Iterable[Matrix] = ()) -> dict[str, Ten
     return {name: p for name, p in model.named_parameters() if name not in packed} | buffers
 
 
-def other_bytes(model: nn.Module, embeddings: Iterable[Unit] = (), bits: float = 16) -> int:
-    """Bytes of the file beside the body, headers bounded from above. embeddings: the units packed at `bits`."""
+def other_bytes(
+    model: nn.Module, embeddings: Iterable[Unit] = (), bits: float = 16, protection: Protection | None = None
+) -> int:
+    """Bytes of the file beside the body, headers bounded from above. embeddings: the units packed at `bits`. protection: of
+    the body's salient weights, which are of the body, but whose tensors have names."""
     units = list(embeddings)
     packed = list(dict.fromkeys(u.matrix for u in units))
     rest = others(model, packed)
     # A header names every tensor: its dtype, its shape, and two offsets of up to 13 digits.
-    names = [*rest, *(f"{m.name}.{part}" for m in (*blocks.matrices(model), *packed) for part in PARTS)]
+    parts = (*PARTS, *SALIENT_PARTS) if protection else PARTS
+    names = [*rest, *(f"{m.name}.{part}" for m in packed for part in PARTS)]
+    names += [f"{m.name}.{part}" for m in blocks.matrices(model) for part in parts]
     header = 1024 + sum(len(n) + 110 for n in names)
     return sum(2 * p.numel() for p in rest.values()) + sum(u.size(bits) for u in units) + header
 
@@ -80,8 +88,8 @@ class Writer:
 
     def add_matrix(self, name: str, packed: PackedMatrix, *, embedding: bool = False) -> None:
         """embedding: not a matrix of the body but an embedding or a head."""
-        for part in PARTS:
-            self.add(f"{name}.{part}", getattr(packed, part))
+        for part, tensor in packed.tensors().items():
+            self.add(f"{name}.{part}", tensor)
         (self.embeddings if embedding else self.plan)[name] = (packed.rows, packed.columns, packed.symbols)
 
     def _flush(self) -> None:
@@ -91,9 +99,9 @@ class Writer:
         self.files.append(file)
         self.pending = {}
 
-    def close(self, config: dict[str, Any], chunk_size: int) -> None:
+    def close(self, config: dict[str, Any], chunk_size: int, protection: Protection | None = None) -> None:
         """Name the shards and write config.json. config: the reference model's, as a dict; its dtype stays, for that is
-        what to compute in, not what the tensors are stored as."""
+        what to compute in, not what the tensors are stored as. protection: of the matrices' salient weights."""
         self._flush()
         if len(self.files) == 1:
             self.files[0].rename(self.folder / "model.safetensors")
@@ -104,7 +112,8 @@ class Writer:
             index = {"metadata": {"total_size": self.total}, "weight_map": {k: names[i] for k, i in self.weight_map.items()}}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         quantization = {"quant_method": "windquant", "version": VERSION, "chunk_size": chunk_size, "plan": self.plan,
-                        "embeddings": self.embeddings}  # fmt: skip
+                        "embeddings": self.embeddings, "salient": protection.mode if protection else "none",
+                        "salient_share": protection.share if protection else 0.0}  # fmt: skip
         text = json.dumps(config | {"quantization_config": quantization}, indent=2)
         (self.folder / "config.json").write_text(text + "\n")
 
@@ -112,8 +121,8 @@ class Writer:
 @dataclass(frozen=True)
 class Bytes:
     """Where the bytes of a checkpoint go, counted from the files. body and model are totals; padding is the part of
-    `codes` that whole groups of packed codes leave unused. `ideal_bits` is the papers' own accounting: nominal bits, no
-    scales."""
+    `codes` that whole groups of packed codes leave unused, salient all of `salient_...`. `nominal_bits` is the papers'
+    own accounting: nominal bits, 8 of a salient weight, no scales, no positions."""
 
     codes: int
     scales: int
@@ -153,7 +162,7 @@ def count(folder: Path) -> Bytes:
     """Count a checkpoint's bytes from the files on disk, nothing else. Raises CheckpointError when it is not whole."""
     quantization = read_quantization(folder)
     chunk, plan, embeddings = quantization["chunk_size"], quantization["plan"], quantization.get("embeddings", {})
-    sizes: dict[str, int] = dict.fromkeys(("codes", "scales", "embeddings", "head", "norms"), 0)
+    sizes: dict[str, int] = dict.fromkeys(("codes", "scales", "salient", "embeddings", "head", "norms"), 0)
     found, parameters = files(folder), 0
     stored = headers(found)
     for name, (dtype, shape) in stored.items():
@@ -163,6 +172,8 @@ def count(folder: Path) -> Bytes:
             sizes[_role(name, embeddings[owner][:2])] += size
         elif owner in plan and part in PARTS:
             sizes["codes" if part == "codes" else "scales"] += size
+        elif owner in plan and part in SALIENT_PARTS:
+            sizes["salient"] += size
         else:
             parameters += _product(shape)
             sizes[_role(name, shape)] += size
@@ -171,15 +182,37 @@ def count(folder: Path) -> Bytes:
         parameters += rows * columns
         sizes[_role(name, (rows, columns))] += len(symbols)
     weights, padding, nominal = 0, 0, 0.0
-    for rows, columns, symbols in plan.values():
-        for symbol, width in zip(symbols, columns_of(columns, chunk), strict=True):
+    salient = _salient_counts(found, plan, chunk)
+    for name, (rows, columns, symbols) in plan.items():
+        widths = columns_of(columns, chunk)
+        for symbol, width, in_int8 in zip(symbols, widths, salient.get(name, [0] * len(widths)), strict=True):
             grid, n = BY_SYMBOL[symbol], rows * width
             padding += grid.code_bytes(n) - n * grid.bytes_per_group // grid.codes_per_group
-            nominal += n * grid.bits
+            nominal += (n - in_int8) * grid.bits + in_int8 * 8
             weights += n
     letters = sum(len(symbols) for _, _, symbols in plan.values())
-    return Bytes(**sizes, salient=0, plan=letters, padding=padding, header=header, weights=weights,
+    return Bytes(**sizes, plan=letters, padding=padding, header=header, weights=weights,
                  parameters=parameters + weights, nominal_bits=nominal)  # fmt: skip
+
+
+def _salient_counts(found: Iterable[Path], plan: Mapping[str, Entry], chunk_size: int) -> dict[str, list[int]]:
+    """Salient weights in every unit of the matrices that have some."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for file in found:
+        with safe_open(file, "pt") as f:
+            for name in f.keys():  # noqa: SIM118
+                owner, _, part = name.rpartition(".")
+                if owner in plan and part in SALIENT_PARTS:
+                    tensors.setdefault(owner, {})[part] = f.get_tensor(name)
+    out = {}
+    for name, parts in tensors.items():
+        try:
+            salient = Salient.of(*plan[name][:2], parts)
+        except (InputError, TypeError) as e:  # TypeError: a part is missing
+            raise CheckpointError(f"{name}: {e}; make or copy the checkpoint again") from e
+        assert salient is not None
+        out[name] = salient.counts(chunk_size)
+    return out
 
 
 _ITEM = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
@@ -266,5 +299,5 @@ def check_fits(
                 f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}; make or copy it again"
             )
         owner, _, part = name.rpartition(".")
-        if f"{owner}.codes" in wanted and dtype != PARTS.get(part, dtype):
-            raise CheckpointError(f"{name} is stored as {dtype}, not as {PARTS[part]}; make or copy the checkpoint again")
+        if f"{owner}.codes" in wanted and dtype != _DTYPES.get(part, dtype):
+            raise CheckpointError(f"{name} is stored as {dtype}, not as {_DTYPES[part]}; make or copy the checkpoint again")

@@ -20,6 +20,7 @@ from windquant.feedback import DAMP, round_with_feedback
 from windquant.grids import symbols
 from windquant.quantize import PARTS, PackedMatrix, RoundedUnits, pack_matrix
 from windquant.reconstruct import Latent, ReconstructConfig, reconstruct
+from windquant.salient import SALIENT_PARTS, Salient
 
 FORWARD_WINDOWS = 4
 """Windows that run through a block together."""
@@ -29,7 +30,8 @@ FORWARD_WINDOWS = 4
 class Engine:
     """walk: the reference model. plan: a matrix's path -> the widths of its units. config: of the reconstruction; None
     rounds with error feedback alone. scratch: keeps the streams and the finished blocks, under `name`. warn: is told, in a
-    sentence, what numerics had to be done otherwise than asked."""
+    sentence, what numerics had to be done otherwise than asked. protect: what of a matrix is kept in INT8, by its block, its
+    path in there and its weights."""
 
     walk: Walk
     plan: Callable[[str], Sequence[float]]
@@ -39,6 +41,7 @@ class Engine:
     scratch: Scratch
     name: str
     warn: Callable[[str], None]
+    protect: Callable[[int, str, Tensor], Salient | None] = lambda block, name, w: None
 
     def run(self, windows: Tensor, report: Report) -> Iterator[dict[str, PackedMatrix]]:
         """Yields the packed matrices of every block, first to last. windows: calibration token ids (n, T).
@@ -66,15 +69,16 @@ class Engine:
         return self.scratch.has(f"{self.name}-{index}")
 
     def keep(self, index: int, packed: dict[str, PackedMatrix]) -> None:
-        tensors = {f"{m}.{part}": getattr(p, part) for m, p in packed.items() for part in PARTS}
+        tensors = {f"{m}.{part}": t for m, p in packed.items() for part, t in p.tensors().items()}
         self.scratch.put(f"{self.name}-{index}", tensors)
 
     def kept(self, index: int) -> dict[str, PackedMatrix]:
         """The packed matrices of a finished block."""
         kept, out = self.scratch.get(f"{self.name}-{index}"), {}
         for m in self.walk.matrices(index):
-            parts = {part: kept[f"{m.name}.{part}"] for part in PARTS}
-            out[m.name] = PackedMatrix(m.rows, m.columns, self.chunk_size, symbols(self.plan(m.name)), **parts)
+            names = {part: f"{m.name}.{part}" for part in (*PARTS, *SALIENT_PARTS)}
+            parts = {part: kept[name] for part, name in names.items() if name in kept}
+            out[m.name] = PackedMatrix.of(m.rows, m.columns, self.chunk_size, symbols(self.plan(m.name)), parts)
         return out
 
     def _block(self, index: int, x: Tensor, q: Tensor) -> tuple[dict[str, PackedMatrix], Tensor, Tensor]:
@@ -86,12 +90,14 @@ class Engine:
                 self._forward(index, block, q, "the quantized model's")
             inputs.pool_(experts.groups(block))
             names = {name: f"{self.walk.prefix}.{index}.{name}" for name in linears(block)}
+            salient = {name: self.protect(index, name, linears(block)[name].weight) for name in names}
             if self.config is None:
-                rounded = {name: self._feedback(linears(block)[name], inputs, name, full) for name, full in names.items()}
+                rounded = {name: self._feedback(linears(block)[name], inputs, name, full, salient[name])
+                           for name, full in names.items()}  # fmt: skip
             else:
-                rounded = self._reconstruct(index, block, inputs, q, target)
+                rounded = self._reconstruct(index, block, inputs, q, target, salient)
             for name, full in names.items():
-                packed[full], dense = pack_matrix(rounded[name], self.chunk_size)
+                packed[full], dense = pack_matrix(rounded[name], self.chunk_size, salient[name])
                 linears(block)[name].weight = nn.Parameter(dense, requires_grad=False)
                 if not torch.equal(packed[full].dequantize(), dense):
                     raise AssertionError(f"{full}: unpacking does not give the weights that were packed")
@@ -107,8 +113,10 @@ class Engine:
                     raise InputError(f"block {index} puts out NaN or Inf on {whose} activations of the calibration text")
         return torch.cat(out)
 
-    def _feedback(self, layer: nn.Linear, inputs: Inputs, name: str, full: str) -> list[RoundedUnits]:
-        units, found = round_with_feedback(layer.weight, inputs.mean(name), self.plan(full), self.chunk_size)
+    def _feedback(
+        self, layer: nn.Linear, inputs: Inputs, name: str, full: str, salient: Salient | None
+    ) -> list[RoundedUnits]:
+        units, found = round_with_feedback(layer.weight, inputs.mean(name), self.plan(full), self.chunk_size, salient)
         if found.U is None:
             self.warn(f"{full}: its input moments cannot be factored; rounded to nearest, without error feedback")
         elif found.damp > DAMP[0]:
@@ -116,13 +124,19 @@ class Engine:
         return units
 
     def _reconstruct(
-        self, index: int, block: nn.Module, inputs: Inputs, q: Tensor, target: Tensor
+        self,
+        index: int,
+        block: nn.Module,
+        inputs: Inputs,
+        q: Tensor,
+        target: Tensor,
+        salient: dict[str, Salient | None],
     ) -> dict[str, list[RoundedUnits]]:
         assert self.config is not None
         latents = {}
         for name, layer in linears(block).items():
             bits = self.plan(f"{self.walk.prefix}.{index}.{name}")
-            latents[name] = Latent(layer.weight, inputs.mean(name), bits, self.chunk_size)
+            latents[name] = Latent(layer.weight, inputs.mean(name), bits, self.chunk_size, salient[name])
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # the latent has it
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         batches = self._batches(q, target, self.config.batch, generator)

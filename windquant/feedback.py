@@ -21,6 +21,7 @@ from windquant import scales
 from windquant.errors import InputError
 from windquant.grids import GRIDS, decode, encode
 from windquant.quantize import RoundedUnits, round_units
+from windquant.salient import Salient
 
 DAMP = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal added to H, tried in this order until it factors. GPTQ's is the first."""
@@ -61,39 +62,64 @@ def order(H: Tensor, chunk_size: int) -> list[Tensor]:
     return [c[power[c].argsort(descending=True, stable=True)] for c in units]
 
 
-def round_with_feedback(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> tuple[list[RoundedUnits], Factor]:
+@dataclass(frozen=True)
+class Held:
+    """Weights (rows, columns) that are not rounded but held at given values. free: bool, False where held; values: zero
+    where free."""
+
+    free: Tensor
+    values: Tensor
+
+    def __getitem__(self, columns: Tensor | slice) -> "Held":
+        return Held(self.free[:, columns], self.values[:, columns])
+
+    @classmethod
+    def of(cls, w: Tensor, salient: Salient | None) -> "Held":
+        values = torch.zeros(w.shape, device=w.device)
+        if salient is None:
+            return cls(torch.ones_like(values, dtype=torch.bool), values)
+        salient.place_(values)
+        return cls(~salient.mask(), values)
+
+
+def round_with_feedback(
+    w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None
+) -> tuple[list[RoundedUnits], Factor]:
     """Round a matrix under a plan. Returns its units, left to right, and the factor. Where H cannot be factored every unit
-    is rounded to nearest instead, and the factor says so. Raises InputError as `round_units` and `factor` do."""
+    is rounded to nearest instead, and the factor says so. salient: the weights that are kept in INT8; what columns before
+    them would have them make good they pass on. Raises InputError as `round_units` and `factor` do."""
     columns = order(H, chunk_size)
     permuted = torch.cat(columns)
-    found, w = factor(H[permuted][:, permuted]), w[:, permuted]
+    found, w, held = factor(H[permuted][:, permuted]), w[:, permuted], Held.of(w, salient)[permuted]
     units: dict[int, RoundedUnits] = {}
     start = 0
     for original in columns:
         u, c = int(original.min()) // chunk_size, slice(start, start + len(original))
         if found.U is None:
-            unit = round_units(w[None, :, c], H[original][None, :, original], bits[u])
+            unit = round_units(w[None, :, c], H[original][None, :, original], bits[u], held.free[None, :, c])
         else:
-            unit, error = _round_unit(w[:, c], found.U[c, c], bits[u])
+            unit, error = _round_unit(w[:, c], found.U[c, c], bits[u], held[c])
             w[:, c.stop :] -= error @ found.U[c, c.stop :]
         units[u] = unit.permuted(original.argsort())
         start = c.stop
     return [units[u] for u in range(len(columns))], found
 
 
-def _round_unit(w: Tensor, U: Tensor, bits: float) -> tuple[RoundedUnits, Tensor]:
+def _round_unit(w: Tensor, U: Tensor, bits: float, held: Held) -> tuple[RoundedUnits, Tensor]:
     """One unit (rows, columns), and its columns' errors in the coordinates in which U passes them on."""
     grid, w, error = GRIDS[bits], w.clone(), torch.empty_like(w)
     if not grid.has_scale:
         unit = round_units(w[None], U[None], bits)
-        return unit, torch.linalg.solve_triangular(U, w - unit.weights()[0], upper=True, left=False)
+        stored = torch.where(held.free, unit.weights()[0], held.values)
+        return unit, torch.linalg.solve_triangular(U, w - stored, upper=True, left=False)
     S = torch.cholesky_inverse(U, upper=True)
-    scale, span = scales.to_log8(scales.fit(w[None], S[None], grid)[0])
+    scale, span = scales.to_log8(scales.fit(w[None], S[None], grid, held.free[None])[0])
     unit = RoundedUnits(grid, torch.empty(1, *w.shape, dtype=torch.uint8, device=w.device), scale, span)
     s = scales.from_log8(scale, span)[0]
     for j in range(w.shape[1]):
         code = encode(w[:, j, None], s, grid)
         unit.values[0, :, j] = code[:, 0]
-        error[:, j] = (w[:, j, None] - decode(code, s, grid))[:, 0] / U[j, j]
+        stored = torch.where(held.free[:, j], decode(code, s, grid)[:, 0], held.values[:, j])
+        error[:, j] = (w[:, j] - stored) / U[j, j]
         w[:, j + 1 :] -= error[:, j, None] * U[j, j + 1 :]
     return unit, error

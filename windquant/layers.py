@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from windquant import unpacking
 from windquant.grids import decode
 from windquant.quantize import PackedMatrix
+from windquant.salient import SALIENT_PARTS, Protection, Salient
 from windquant.scales import from_log8
 
 FEW = 8
@@ -22,14 +23,16 @@ FEW = 8
 
 
 class Packed(nn.Module):
-    """A packed matrix (rows, columns): `codes`, `scale` and `span` as in `PackedMatrix`, and the weights they stand for."""
+    """A packed matrix (rows, columns): `codes`, `scale` and `span` as in `PackedMatrix`, with protection also `salient_...`
+    as in `Salient`, and the weights they stand for."""
 
     codes: Tensor
     scale: Tensor
     span: Tensor
 
-    def __init__(self, rows: int, columns: int, chunk_size: int, symbols: str) -> None:
-        """Empty tensors of the shapes that the plan implies. Raises InputError when the plan does not fit the columns."""
+    def __init__(self, rows: int, columns: int, chunk_size: int, symbols: str, protection: Protection | None = None) -> None:
+        """Empty tensors of the shapes that plan and protection imply. Raises InputError when the plan does not fit the
+        columns."""
         super().__init__()
         self.rows, self.columns = rows, columns
         self.runs = unpacking.layout(rows, columns, chunk_size, symbols)
@@ -37,15 +40,26 @@ class Packed(nn.Module):
         self.register_buffer("codes", torch.empty(codes, dtype=torch.uint8))
         self.register_buffer("scale", torch.empty(scaled, rows, dtype=torch.uint8))
         self.register_buffer("span", torch.empty(scaled, 2, dtype=torch.float16))
+        self._salient = tuple(SALIENT_PARTS) if protection else ()
+        for part, shape in (protection.shapes(rows, columns) if protection else {}).items():
+            dtype = torch.float16 if SALIENT_PARTS[part] == "F16" else torch.uint8
+            self.register_buffer(part, torch.empty(shape, dtype=dtype))
 
     def fill(self, packed: PackedMatrix) -> "Packed":
         """Take the tensors of a packed matrix of this very plan; returns the layer."""
-        self.load_state_dict({"codes": packed.codes, "scale": packed.scale, "span": packed.span}, strict=False, assign=True)
+        self.load_state_dict(packed.tensors(), strict=False, assign=True)
         return self
+
+    @property
+    def salient(self) -> Salient | None:
+        return Salient.of(self.rows, self.columns, {part: getattr(self, part) for part in self._salient})
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights, (rows, columns)."""
-        return unpacking.dequantize(self.codes, self.scale, self.span, self.runs, dtype)
+        w = unpacking.dequantize(self.codes, self.scale, self.span, self.runs, dtype)
+        if salient := self.salient:
+            salient.place_(w)
+        return w
 
     @property
     def weight(self) -> Tensor:
@@ -57,16 +71,29 @@ class Packed(nn.Module):
         tokens = x.numel() // self.columns
         if tokens > FEW:
             return F.linear(x, self.dequantize(x.dtype), bias)
-        flat = unpacking.multiply(x.reshape(tokens, self.columns), self.codes, self.scale, self.span, self.runs)
-        out = flat.to(x.dtype).reshape(*x.shape[:-1], self.rows)
+        out = self._multiply_few(x.reshape(tokens, self.columns)).to(x.dtype).reshape(*x.shape[:-1], self.rows)
         return out if bias is None else out + bias
+
+    def _multiply_few(self, x: Tensor) -> Tensor:
+        """x (tokens, columns) -> (tokens, rows) float32."""
+        packed, salient = (self.codes, self.scale, self.span, self.runs), self.salient
+        if salient is None:
+            return unpacking.multiply(x, *packed)
+        index = salient.index()
+        if salient.by_column:
+            rest = unpacking.multiply(x.index_fill(1, index, 0), *packed)
+        else:
+            rest = unpacking.multiply(x, *packed, holes=(index // self.columns, index % self.columns))
+        return rest + salient.multiply(x, index)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves to another device; a cast of the model must not cast the range of its scales."""
-        span = self.span
+        spans = {name: b for name, b in self._buffers.items() if name.endswith("span") and b is not None}
         super()._apply(fn, recurse)
-        if self.span.dtype != span.dtype:
-            self.span = span.to(self.span.device)
+        for name, span in spans.items():
+            cast = getattr(self, name)
+            if cast.dtype != span.dtype:
+                setattr(self, name, span.to(cast.device))
         return self
 
     def extra_repr(self) -> str:
@@ -77,8 +104,16 @@ class Packed(nn.Module):
 class PackedLinear(Packed):
     """nn.Linear with a packed matrix; bias, if any, in the model's dtype."""
 
-    def __init__(self, rows: int, columns: int, chunk_size: int, symbols: str, bias: bool = False) -> None:
-        super().__init__(rows, columns, chunk_size, symbols)
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        chunk_size: int,
+        symbols: str,
+        bias: bool = False,
+        protection: Protection | None = None,
+    ) -> None:
+        super().__init__(rows, columns, chunk_size, symbols, protection)
         self.in_features, self.out_features = columns, rows
         self.bias = nn.Parameter(torch.zeros(rows), requires_grad=False) if bias else None
 

@@ -19,6 +19,7 @@ from windquant import checkpoint
 from windquant.checkpoint import CheckpointError, Entry
 from windquant.errors import InputError
 from windquant.layers import Packed, PackedEmbedding, PackedLinear, TiedHead
+from windquant.salient import Mode, Protection, protection
 
 
 @register_quantization_config("windquant")
@@ -31,11 +32,14 @@ class WindquantConfig(QuantizationConfigMixin):
         chunk_size: int = 64,
         plan: Mapping[str, Entry] | None = None,
         embeddings: Mapping[str, Entry] | None = None,
+        salient: Mode = "none",
+        salient_share: float = 0.0,
         quant_method: str = "windquant",
     ) -> None:
         checkpoint.check_version(version)
         self.quant_method, self.version, self.chunk_size = quant_method, version, chunk_size  # pyright: ignore[reportAttributeAccessIssue]
         self.plan, self.embeddings = dict(plan or {}), dict(embeddings or {})
+        self.salient, self.salient_share = salient, salient_share
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -94,7 +98,8 @@ def replace_layers(model: Any, config: WindquantConfig) -> None:
                 f"plan and config are of different models"
             )
         try:
-            model.set_submodule(name, _packed(dense, rows, columns, config.chunk_size, symbols))
+            protected = protection(config.salient, config.salient_share) if name in config.plan else None
+            model.set_submodule(name, _packed(dense, config.chunk_size, symbols, protected))
         except InputError as e:
             raise CheckpointError(f"{name}: {e}; make the checkpoint again") from e
     packed = model.get_input_embeddings()
@@ -104,10 +109,10 @@ def replace_layers(model: Any, config: WindquantConfig) -> None:
         model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
 
 
-def _packed(dense: nn.Module, rows: int, columns: int, chunk_size: int, symbols: str) -> Packed:
+def _packed(dense: Any, chunk_size: int, symbols: str, protected: Protection | None) -> Packed:
     if isinstance(dense, nn.Embedding):
-        return PackedEmbedding(rows, columns, chunk_size, symbols)
-    return PackedLinear(rows, columns, chunk_size, symbols, bias=dense.bias is not None)
+        return PackedEmbedding(*dense.weight.shape, chunk_size, symbols)
+    return PackedLinear(*dense.weight.shape, chunk_size, symbols, dense.bias is not None, protected)
 
 
 def restore_layers(model: Any, dtype: torch.dtype) -> None:

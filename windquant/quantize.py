@@ -4,7 +4,7 @@ Round to nearest on locally fitted scales. What is stored is what is computed wi
 before anything is computed with them, so the weights of a reloaded matrix equal those in memory bit for bit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from windquant import scales
 from windquant.errors import InputError
 from windquant.grids import BY_SYMBOL, GRIDS, Grid, decode, encode, symbols
 from windquant.packing import pack, unpack
+from windquant.salient import Salient
 from windquant.units import columns_of
 
 PARTS = {"codes": "U8", "scale": "U8", "span": "F16"}
@@ -53,8 +54,9 @@ class RoundedUnits:
         return pack(flat, self.grid) if self.grid.has_scale else flat.contiguous().view(torch.uint8)
 
 
-def round_units(w: Tensor, H: Tensor, bits: float) -> RoundedUnits:
-    """Round a stack of units (units, rows, columns) to one width, scales fitted to H (units, columns, columns).
+def round_units(w: Tensor, H: Tensor, bits: float, free: Tensor | None = None) -> RoundedUnits:
+    """Round a stack of units (units, rows, columns) to one width, scales fitted to H (units, columns, columns). free: of
+    the shape of w, False where a weight is salient and does not count.
 
     Raises InputError when a weight kept at 16 bits overflows float16.
     """
@@ -65,7 +67,7 @@ def round_units(w: Tensor, H: Tensor, bits: float) -> RoundedUnits:
             raise InputError(f"a weight of {w.abs().max():g} does not fit the 16-bit format (at most 65504)")
         nothing = w.new_zeros(len(w), 0)
         return RoundedUnits(grid, values, nothing.to(torch.uint8), nothing.half())
-    s, factor = scales.fit(w, H, grid)
+    s, factor = scales.fit(w, H, grid, free)
     code, span = scales.to_log8(s * factor)
     return RoundedUnits(grid, encode(w, scales.from_log8(code, span) / factor, grid), code, span)
 
@@ -75,7 +77,8 @@ class PackedMatrix:
     """A quantized matrix as it lies in a checkpoint.
 
     symbols: one letter a unit (`Grid.symbol`), left to right. codes: (bytes,) uint8, unit after unit. scale: (units
-    with a scale, rows) uint8 and span: (units with a scale, 2) float16, see `scales.to_log8`.
+    with a scale, rows) uint8 and span: (units with a scale, 2) float16, see `scales.to_log8`. salient: the weights that
+    are kept in INT8; their codes mean nothing.
     """
 
     rows: int
@@ -85,6 +88,7 @@ class PackedMatrix:
     codes: Tensor
     scale: Tensor
     span: Tensor
+    salient: Salient | None = None
 
     def __post_init__(self) -> None:
         expected = self.sizes()
@@ -103,6 +107,16 @@ class PackedMatrix:
         code_bytes = sum(g.code_bytes(self.rows * c) for g, c in zip(grids, widths, strict=True))
         return {"codes": (code_bytes,), "scale": (scaled, self.rows), "span": (scaled, 2)}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Part -> tensor, as in a checkpoint: PARTS, and SALIENT_PARTS where there are any."""
+        return {part: getattr(self, part) for part in PARTS} | (self.salient.tensors() if self.salient else {})
+
+    @classmethod
+    def of(cls, rows: int, columns: int, chunk_size: int, symbols: str, tensors: Mapping[str, Tensor]) -> "PackedMatrix":
+        """Inverse of `tensors`. Raises InputError when their shapes do not fit."""
+        own = (tensors[part] for part in PARTS)
+        return cls(rows, columns, chunk_size, symbols, *own, salient=Salient.of(rows, columns, tensors))
+
     def dequantize(self) -> Tensor:
         """The weights, (rows, columns), float32."""
         w = torch.empty(self.rows, self.columns, device=self.codes.device)
@@ -120,32 +134,53 @@ class PackedMatrix:
                 unit = RoundedUnits(grid, values, self.scale[:0], self.span[:0])
             w[:, start : start + columns] = unit.weights()[0]
             offset, start = offset + size, start + columns
+        if self.salient:
+            self.salient.place_(w)
         return w
 
 
-def stacks(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> Iterator[tuple[list[int], Tensor, Tensor, Grid]]:
-    """The units of a matrix (rows, columns) that can be worked on together, being of one width and shape: their places,
-    weights (units, rows, columns of a unit) and moments (units, columns, columns)."""
+@dataclass(frozen=True)
+class Stack:
+    """Units of a matrix that can be worked on together, being of one width and shape: their places in it, w (units, rows,
+    columns of a unit), H (units, columns, columns), and which weights are to be rounded, of the shape of w; None: all."""
+
+    members: list[int]
+    w: Tensor
+    H: Tensor
+    grid: Grid
+    free: Tensor | None
+
+
+def stacks(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None) -> Iterator[Stack]:
+    """All units of a matrix (rows, columns), a stack for each width and shape."""
+    free = ~salient.mask() if salient else None
     pairs = list(zip(bits, columns_of(w.shape[1], chunk_size), strict=True))
     for b, columns in dict.fromkeys(pairs):
         members = [i for i, pair in enumerate(pairs) if pair == (b, columns)]
         slices = [slice(i * chunk_size, i * chunk_size + columns) for i in members]
-        yield members, torch.stack([w[:, c] for c in slices]), torch.stack([H[c, c] for c in slices]), GRIDS[b]
+        parts = [None if t is None else torch.stack([t[:, c] for c in slices]) for t in (w, free)]
+        yield Stack(members, parts[0], torch.stack([H[c, c] for c in slices]), GRIDS[b], parts[1])
 
 
-def quantize_matrix(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> tuple[PackedMatrix, Tensor]:
-    """Round to nearest and pack a matrix (rows, columns) with input second moments H, the i-th unit at bits[i]. Returns
-    as `pack_matrix`."""
+def quantize_matrix(
+    w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None
+) -> tuple[PackedMatrix, Tensor]:
+    """Round to nearest and pack a matrix (rows, columns) with input second moments H, the i-th unit at bits[i]. salient:
+    the weights of w that are kept in INT8. Returns as `pack_matrix`."""
     units: dict[int, RoundedUnits] = {}
-    for members, weights, moments, grid in stacks(w, H, bits, chunk_size):
-        units |= dict(zip(members, round_units(weights, moments, grid.bits).split(), strict=True))
-    return pack_matrix([units[i] for i in range(len(bits))], chunk_size)
+    for stack in stacks(w, H, bits, chunk_size, salient):
+        units |= dict(zip(stack.members, round_units(stack.w, stack.H, stack.grid.bits, stack.free).split(), strict=True))
+    return pack_matrix([units[i] for i in range(len(bits))], chunk_size, salient)
 
 
-def pack_matrix(units: Sequence[RoundedUnits], chunk_size: int) -> tuple[PackedMatrix, Tensor]:
-    """Pack a matrix from its rounded units (stacks of one), left to right. Returns it packed, and its weights
-    (rows, columns) as they were before."""
+def pack_matrix(
+    units: Sequence[RoundedUnits], chunk_size: int, salient: Salient | None = None
+) -> tuple[PackedMatrix, Tensor]:
+    """Pack a matrix from its rounded units (stacks of one), left to right, and its salient weights. Returns it packed, and
+    its weights (rows, columns) as they were before."""
     dense = torch.cat([u.weights()[0] for u in units], 1)
+    if salient:
+        salient.place_(dense)
     scaled = [u for u in units if u.grid.has_scale]
     rows, device = dense.shape[0], dense.device
     packed = PackedMatrix(
@@ -156,5 +191,6 @@ def pack_matrix(units: Sequence[RoundedUnits], chunk_size: int) -> tuple[PackedM
         codes=torch.cat([u.packed()[0] for u in units]),
         scale=torch.cat([u.scale for u in scaled]) if scaled else torch.empty(0, rows, dtype=torch.uint8, device=device),
         span=torch.cat([u.span for u in scaled]) if scaled else torch.empty(0, 2, dtype=torch.float16, device=device),
+        salient=salient,
     )
     return packed, dense

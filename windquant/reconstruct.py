@@ -26,6 +26,7 @@ from windquant.blocks import linears
 from windquant.errors import InputError
 from windquant.grids import GRIDS, Grid
 from windquant.quantize import RoundedUnits, round_units, stacks
+from windquant.salient import Salient
 from windquant.units import columns_of
 
 MARGIN = 0.5
@@ -49,15 +50,20 @@ class ReconstructConfig:
 
 
 class Latent:
-    """What is learned of one matrix (rows, columns) under a plan: w, and the logarithms of its scales."""
+    """What is learned of one matrix (rows, columns) under a plan: w, and the logarithms of its scales. Salient weights are
+    held at their INT8 values."""
 
-    def __init__(self, w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> None:
+    def __init__(self, w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None) -> None:
         self.grids, self.widths = [GRIDS[b] for b in bits], columns_of(w.shape[1], chunk_size)
-        self.w = self._units(w).contiguous()
+        self.w, self.held = self._units(w).contiguous(), None
+        if salient:
+            values = w.clone(memory_format=torch.contiguous_format)
+            salient.place_(values)
+            self.w, self.held = self._units(values).contiguous(), self._units(salient.mask())
         s = torch.ones(*self.w.shape[:2], 1, device=w.device)
-        for members, units, moments, grid in stacks(w, H, bits, chunk_size):
-            if grid.has_scale:
-                s[members] = scales.fit(units, moments, grid)[0]
+        for stack in stacks(w, H, bits, chunk_size, salient):
+            if stack.grid.has_scale:
+                s[stack.members] = scales.fit(stack.w, stack.H, stack.grid, stack.free)[0]
         codes, self.span = scales.to_log8(s, MARGIN)
         self.alive = codes > 0
         self.log = torch.where(self.alive, s.squeeze(-1), 1.0).log2()
@@ -93,11 +99,15 @@ class Latent:
         q = self.codes(self.y(d)).add_(self.o).mul_(d)
         if self.exact.any():
             q = torch.where(self.exact, self.w.half().float(), q)
+        if self.held is not None:
+            q = torch.where(self.held, self.w, q)
         return q.transpose(0, 1).flatten(1)[:, : sum(self.widths)]
 
     def learn_(self, gradient: Tensor, rate: float) -> None:
         """One step against the sign of the gradient of Q(w), (rows, columns)."""
         G, d = self._units(gradient.float()), self.d()
+        if self.held is not None:
+            G = G.masked_fill(self.held, 0)
         y = self.y(d)
         inside = (y >= -0.5) & (y <= self.top + 0.5)
         # LSQ's gradient of the scale: c + o - w / d inside the grid, its end outside.

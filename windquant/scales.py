@@ -37,19 +37,26 @@ def quadratic(e: Tensor, H: Tensor) -> Tensor:
     return torch.einsum("urc,urc->ur", e @ H, e)
 
 
-def fit(w: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def fit(w: Tensor, H: Tensor, grid: Grid, free: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Scale s to choose codes at, and the factor rho^-gamma (1 to 1.5) to store it with; both (units, rows, 1).
 
     s minimises the H-weighted rounding error of each row of each unit. Rows of zeros get scale 0; where the inputs are
-    dead (q^T H q = 0) the papers' starting value stands.
+    dead (q^T H q = 0) the papers' starting value stands. free: (units, rows, columns) bool, the weights that are to be
+    rounded; the others are salient and err by nothing here.
     """
+    w = w if free is None else w * free
+
+    def points(s: Tensor) -> Tensor:
+        q = level(encode(w, s, grid), grid, w.dtype)
+        return q if free is None else q.mul_(free)
+
     s = start = start_scale(w, grid)
     Hw = w @ H
     wHw = (w * Hw).sum(-1, keepdim=True)
 
     def evaluate(s: Tensor) -> tuple[Tensor, Tensor]:
         """Error at s, and the best scale for the codes that s gives. Both follow from q^T H q and q^T H w."""
-        q = level(encode(w, s, grid), grid, w.dtype)
+        q = points(s)
         qHq = ((q @ H) * q).sum(-1, keepdim=True)
         qHw = (q * Hw).sum(-1, keepdim=True)
         error = wHw - 2 * s * qHw + s * s * qHq
@@ -64,7 +71,7 @@ def fit(w: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         error, candidate = evaluate(refit)
         better = error < best
         s, refit, best = _choose(better, (refit, candidate, error), (s, refit, best))
-    qHw = (level(encode(w, s, grid), grid, w.dtype) * Hw).sum(-1, keepdim=True)
+    qHw = (points(s) * Hw).sum(-1, keepdim=True)
     rho = torch.where(wHw > 0, s * qHw / wHw, 1.0)
     return s, rho.clamp(0.25, 1) ** -GAMMA
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from windquant.errors import InputError
 from windquant.grids import WIDTHS
 from windquant.quantize import round_units
+from windquant.salient import Mode, Protection, Salient, protection
 from windquant.scales import quadratic
 from windquant.units import columns_of
 
@@ -30,13 +31,21 @@ KAPPA = 8.0
 
 @dataclass(frozen=True)
 class SensitivityConfig:
-    """chunk_size: columns of a unit; None takes 256 for models of 1 B weights and more, 64 below."""
+    """chunk_size: columns of a unit; None takes 256 for models of 1 B weights and more, 64 below. salient: what of every
+    matrix is kept in INT8 whatever the plan, single `weights`, whole input `columns` or `none`; salient_share: how many."""
 
     chunk_size: int | None = None
+    salient: Mode = "none"
+    salient_share: float = 0.03
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 8:
             raise InputError(f"chunk_size {self.chunk_size} is too narrow: a scale a row needs at least 8 columns")
+        Protection("weights" if self.salient == "none" else self.salient, self.salient_share)
+
+    @property
+    def protection(self) -> Protection | None:
+        return protection(self.salient, self.salient_share)
 
 
 def split(w: Tensor, chunk_size: int) -> list[Tensor]:
@@ -56,21 +65,26 @@ def split_moment(H: Tensor, chunk_size: int) -> list[Tensor]:
     return [torch.stack(s) for s in stacks if s]
 
 
-def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int) -> Tensor:
+def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int, salient: Salient | None = None) -> Tensor:
     """Predicted nats of every unit of a matrix at every width, float64, (units, len(WIDTHS)).
 
     w: (rows, columns). H: (columns, columns) input second moments. g: (rows,) Fisher weights.
+    salient: the weights that are kept in INT8, whose error is counted too.
     Raises InputError on NaN or Inf in any of them.
     """
     for name, t in (("weights", w), ("input second moments", H), ("Fisher weights", g)):
         if not bool(torch.isfinite(t).all()):
             raise InputError(f"the {name} hold NaN or Inf")
     stacks = []
-    for units, moments in zip(split(w, chunk_size), split_moment(H, chunk_size), strict=True):
+    for units, moments, held in zip(
+        split(w, chunk_size), split_moment(H, chunk_size), _split_held(w, chunk_size, salient), strict=True
+    ):
         columns = []
         wHw = quadratic(units, moments).clamp_min(torch.finfo(torch.float32).tiny)
         for bits in WIDTHS:
-            e = units - round_units(units, moments, bits).weights()
+            free, values = held
+            q = round_units(units, moments, bits, free).weights()
+            e = units - (q if free is None else torch.where(free, q, values))
             eHe, eHw = quadratic(e, moments), torch.einsum("urc,urc->ur", e @ moments, units)
             error = eHe.clamp_min(0) + KAPPA * eHw.square() / wHw
             columns.append(0.5 * (error.double() @ g.double()))
@@ -79,3 +93,14 @@ def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int) -> Tensor:
     if not bool(torch.isfinite(table).all()):
         raise InputError("the distortions overflow: activations or gradients of this matrix are too large to be true")
     return table
+
+
+def _split_held(
+    w: Tensor, chunk_size: int, salient: Salient | None
+) -> list[tuple[Tensor, Tensor]] | list[tuple[None, None]]:
+    """As `split`: which weights are rounded, and the values of those that are not; None: all are."""
+    if salient is None:
+        return [(None, None)] * len(split(w, chunk_size))
+    values = torch.zeros(w.shape, device=w.device)
+    salient.place_(values)
+    return list(zip(split(~salient.mask(), chunk_size), split(values, chunk_size), strict=True))

@@ -87,23 +87,26 @@ def effective_bits(size: int, weights: int) -> float:
     return 8 * size / weights
 
 
-def bits_range(units: Sequence[Unit]) -> tuple[float, float]:
-    """The floor and the ceiling of effective bits that these units can reach."""
+def bits_range(units: Sequence[Unit], salient: int = 0) -> tuple[float, float]:
+    """The floor and the ceiling of effective bits that these units can reach. salient: bytes that their matrices take
+    whatever the plan."""
     table, weights = sizes(units), weights_in(units)
     # Of a very narrow unit 16 bits can take fewer bytes than 8 with a scale.
-    return effective_bits(int(table.amin(1).sum()), weights), effective_bits(int(table.amax(1).sum()), weights)
+    ends = int(table.amin(1).sum()), int(table.amax(1).sum())
+    return effective_bits(ends[0] + salient, weights), effective_bits(ends[1] + salient, weights)
 
 
-def budget_bytes(target_bits: float, units: Sequence[Unit]) -> int:
-    """The bytes that `target_bits` effective bits allow.
+def budget_bytes(target_bits: float, units: Sequence[Unit], salient: int = 0) -> int:
+    """The bytes that `target_bits` effective bits leave to the units. salient: as in `bits_range`.
 
     Raises InputError when the target lies below the floor or above the ceiling.
     """
-    floor, ceiling = bits_range(units)
+    floor, ceiling = bits_range(units, salient)
+    counted = "scales and salient weights" if salient else "scales"
     if not floor <= target_bits <= ceiling:
         raise InputError(
             f"target_bits {target_bits:g} is out of reach: with this model and chunk size a plan takes between "
             f"{math.ceil(floor * 1e4) / 1e4:g} and {math.floor(ceiling * 1e4) / 1e4:g} effective bits "
-            f"(scales counted); set allocate.target_bits inside that range or widen the chunks"
+            f"({counted} counted); set allocate.target_bits inside that range or widen the chunks"
         )
-    return math.floor(target_bits * weights_in(units) / 8)
+    return math.floor(target_bits * weights_in(units) / 8) - salient

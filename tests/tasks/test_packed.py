@@ -62,9 +62,11 @@ def test_the_card_says_what_the_checkpoint_is(folder, tiny, monkeypatch):
                                                               "text_hash": "def"})  # fmt: skip
     plan = checkpoint.read_quantization(folder)["plan"]
     bits = [BY_SYMBOL[s].bits for _, _, symbols in plan.values() for s in symbols]
-    header = {"allocator": "lagrangian", "target_bits": 5.5, "chunk_size": CHUNK, "seed": 0, "embedding_bits": None}
+    header = {"allocator": "lagrangian", "target_bits": 5.5, "chunk_size": CHUNK, "seed": 0, "embedding_bits": None,
+              "salient": "none", "salient_share": 0.03}  # fmt: skip
     count = checkpoint.count(folder)
-    card.write(folder, plans.Plan(cut(blocks.matrices(tiny), CHUNK), bits, header), count, Scores(2.0, None, 77))
+    plan = plans.Plan(cut(blocks.matrices(tiny), CHUNK), bits, header, [0] * len(bits))
+    card.write(folder, plan, count, Scores(2.0, None, 77))
     text = (folder / "README.md").read_text()
     for part in ('base_model: "org/tiny"', "path:t.txt", "import windquant", f"{count.effective_bits:.4f} of the quantized",
                  f"| all | {count.model:,} |", "7.39 a token, on the first 77", "artifacts/runs/quantize.json"):  # fmt: skip

@@ -3,6 +3,7 @@ import torch
 
 from tasks import plans, store
 from tasks.errors import UserError
+from windquant.salient import Protection
 from windquant.units import Matrix, cut, sizes
 
 
@@ -12,6 +13,7 @@ def _inside(tmp_path, monkeypatch):
 
 
 BODY = cut([Matrix("layers.0.q_proj", 0, 8, 40), Matrix("layers.1.up_proj", 1, 4, 32)], 16)
+UNPROTECTED = {"salient": "none", "salient_share": 0.03}
 
 
 def test_resume_state_survives_the_same_fingerprint():
@@ -29,26 +31,27 @@ def test_resume_state_of_other_params_or_data_is_never_used():
 
 
 def test_a_plan_comes_back_as_it_was_saved():
-    plan = plans.Plan(BODY, [2, 1.58, 16, 3, 1], {"target_bits": 2.25, "chunk_size": 16})
+    plan = plans.Plan(BODY, [2, 1.58, 16, 3, 1], {"target_bits": 2.25, "chunk_size": 16}, [7, 0, 3, 0, 1])
     plans.save_plan(store.Path("plan.parquet"), plan, [0.1] * 5)
     assert plans.load_plan(store.Path("plan.parquet")) == plan
 
 
 def test_the_same_plan_is_the_same_file():
     for name in ("a", "b"):
-        plans.save_plan(store.Path(name), plans.Plan(BODY, [2.0] * 5, {"seed": 0}), [0.1] * 5)
+        plans.save_plan(store.Path(name), plans.Plan(BODY, [2.0] * 5, {"seed": 0}, [0] * 5), [0.1] * 5)
     assert store.hash_file(store.Path("a")) == store.hash_file(store.Path("b"))
 
 
 def test_the_table_comes_back_as_it_was_saved():
-    table = plans.Table(BODY, torch.rand(5, 7, dtype=torch.float64), sizes(BODY), {"chunk_size": 16})
+    table = plans.Table(BODY, torch.rand(5, 7, dtype=torch.float64), sizes(BODY), {"chunk_size": 16}, [7, 0, 3, 0, 1])
     plans.save_distortions(store.Path("t.parquet"), table)
     found = plans.load_distortions(store.Path("t.parquet"))
     assert found.body == BODY and torch.equal(found.D, table.D) and torch.equal(found.B, table.B)
+    assert found.salient == table.salient
 
 
 def test_a_width_that_does_not_exist_is_refused():
-    plan = plans.Plan(BODY, [2.0] * 5, {})
+    plan = plans.Plan(BODY, [2.0] * 5, UNPROTECTED, [0] * 5)
     plans.save_plan(store.Path("plan.parquet"), plan, [0.1] * 5)
     columns, header = store.load_table(store.Path("plan.parquet"))
     store.save_table(store.Path("plan.parquet"), columns | {"bits": [5.0] * 5}, header)
@@ -57,9 +60,17 @@ def test_a_width_that_does_not_exist_is_refused():
 
 
 def test_plan_counts_its_bytes_and_shares():
-    plan = plans.Plan(BODY, [2.0] * 5, {})
+    plan = plans.Plan(BODY, [2.0] * 5, UNPROTECTED, [0] * 5)
     assert plan.size == sum(u.size(2) for u in BODY) and plan.shares()[2] == 1.0
     assert plan.of("layers.1.up_proj") == [2, 2]
+
+
+@pytest.mark.parametrize("mode", ["weights", "columns"])
+def test_a_plan_counts_its_salient_weights(mode):
+    header = {"salient": mode, "salient_share": 0.05}
+    plan = plans.Plan(BODY, [2.0] * 5, header, [16] * 5)
+    protection = Protection(mode, 0.05)
+    assert plan.size == sum(u.size(2) for u in BODY) + sum(protection.size(m) for m in {u.matrix for u in BODY})
 
 
 @pytest.mark.parametrize("load", [store.load_json, store.load_table, store.load_tensors])
