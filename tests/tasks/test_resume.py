@@ -76,6 +76,19 @@ def test_a_stage_cut_off_goes_on_to_the_same_bytes(prepared, monkeypatch, stage,
     assert 0 < len(computed) < total  # the rest was taken from the resume state
 
 
+def test_every_treatment_makes_other_weights_of_the_same_size(prepared, monkeypatch):
+    for stage in ("calibrate", "sensitivity", "allocate"):
+        shutil.copytree(run(stage), store.path(stage))
+    made = {}
+    for treatment in ("rounding", "feedback", "reconstruction"):
+        config = QuantizeConfig(treatment, check_tokens=16, steps=4)
+        monkeypatch.setitem(STAGES, "quantize", (quantize.run, config))
+        file = run("quantize", treatment) / "lagrangian" / "model.safetensors"
+        made[store.hash_file(file)] = file.stat().st_size
+        assert f"| treatment | {treatment} |" in (file.parent / "README.md").read_text()
+    assert len(made) == 3 and len(set(made.values())) == 1
+
+
 def test_a_plan_for_another_model_is_refused(prepared):
     for stage in ("calibrate", "sensitivity", "allocate"):
         shutil.copytree(run(stage), store.path(stage))
