@@ -52,7 +52,7 @@ def run(config: BenchmarkConfig, job: Job) -> Record:
     manifest = store.load_json(prepared / "manifest.json")
     names = list(config.tasks or ["last_word", *harness.available(Path(config.data_dir))])
     methods = ["reference", *sorted(p.name for p in quantized.iterdir() if p.is_dir())]
-    reference = models.load(prepared / "model", job.device)
+    reference = models.reference(prepared / "model", job.device)
     record = Record(params=_facts(config, manifest, names))
     rows = []
     for method in methods:

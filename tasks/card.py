@@ -31,6 +31,7 @@ tags: [windquant]
 | base model | `{model}`, weights sha256 {model_hash} |
 | text | `{text}`, sha256 {text_hash} |
 | plan | allocator {allocator}, target {target:.6g} effective bits, chunks of {chunk} columns, seed {seed} (`plan.parquet`) |
+| treatment | {treatment} |
 | share of the weights | {shares} |
 | embeddings and head | {embedding} bits |
 | effective bits | {bits:.4f} of the quantized matrices, {bits_model:.4f} of the whole file |
@@ -44,7 +45,7 @@ tags: [windquant]
 """
 
 
-def write(folder: Path, plan: plans.Plan, count: Bytes, scores: Scores) -> None:
+def write(folder: Path, plan: plans.Plan, count: Bytes, treatment: str, scores: Scores) -> None:
     """README.md of a checkpoint. scores: of the reloaded checkpoint on validation text."""
     manifest, header = store.load_json(store.path("prepare") / "manifest.json"), plan.header
     parts = ("codes", "scales", "salient", "plan", "embeddings", "head", "norms", "header")
@@ -63,6 +64,7 @@ def write(folder: Path, plan: plans.Plan, count: Bytes, scores: Scores) -> None:
         "target": header["target_bits"],
         "chunk": header["chunk_size"],
         "seed": header["seed"],
+        "treatment": treatment,
         "shares": ", ".join(f"{100 * s:.1f} % at {w:g} bits" for w, s in plan.shares().items() if s),
         "embedding": header["embedding_bits"] or 16,
         "bits": count.effective_bits,

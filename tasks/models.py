@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tasks.errors import UserError
+from windquant import experts
 from windquant.blocks import Walk, WeightSource
 
 
@@ -26,17 +27,18 @@ def config(folder: Path) -> Any:
 
 
 def skeleton(model_config: Any) -> Any:
-    """The causal language model without weights: parameters on the meta device, buffers real."""
+    """The causal language model without weights: parameters on the meta device, buffers real, experts taken apart."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-        model.tie_weights()  # parameters put on the meta device one by one are tied no more
-        return model
     except ValueError as e:
         raise UserError(f"model_type '{model_config.model_type}' is not a causal language model: {first_line(e)}") from e
+    experts.unfuse_(model)
+    model.tie_weights()  # parameters put on the meta device one by one are tied no more
+    return model
 
 
 def shards(folder: Path) -> dict[str, Path]:
@@ -93,16 +95,31 @@ def weight_source(folder: Path) -> WeightSource:
     return read
 
 
-def walk(folder: Path, device: torch.device) -> Walk:
-    return Walk(skeleton(config(folder)), weight_source(folder), device)
+def walk(folder: Path, device: torch.device, source: WeightSource | None = None) -> Walk:
+    """The model of a folder, with the folder's weights or others."""
+    return Walk(skeleton(config(folder)), source or weight_source(folder), device)
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """The whole reference model."""
+    """A whole model, as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
     quiet()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def reference(folder: Path, device: torch.device) -> Any:
+    """The whole reference model, float32, from a folder that `prepare` made: experts may be in pieces there that
+    transformers would not put together."""
+    from transformers import GenerationConfig
+
+    model = skeleton(config(folder))
+    tensors = weight_source(folder)(lambda name: True)
+    model.load_state_dict({n: t.to(device, torch.float32) for n, t in tensors.items()}, strict=False, assign=True)
+    model.tie_weights()
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval().requires_grad_(False).to(device)
 
 

@@ -24,7 +24,9 @@ def check(model: nn.Module, config: Windows) -> dict[str, int]:
     weights = sum(m.weights for m in body)
     parameters = sum(p.numel() for p in model.parameters())
     hidden = body[0].columns
-    moments = 4 * sum(c * c for c in _distinct_inputs(body))
+    # Every expert has moments of its own: of a fine-grained mixture they take as much room as its weights. Twice, because
+    # calibrate keeps them to resume from until it is done.
+    moments = 2 * 4 * sum(c * c for c in _distinct_inputs(body))
     tokens = (config.calibration_windows or 0) * config.window
     activations = 4 * 2 * (len({m.block for m in body}) + 1) * tokens * hidden
     facts = {

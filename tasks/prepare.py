@@ -16,7 +16,7 @@ from tasks import models, preflight, sources, store, text
 from tasks.config import by_effort
 from tasks.errors import UserError
 from tasks.job import Job, Record
-from windquant import blocks
+from windquant import blocks, experts
 
 log = logging.getLogger("windquant")
 
@@ -120,7 +120,7 @@ def _check_architecture(skeleton: Any, config: PrepareConfig, job: Job) -> None:
     if outside is not None:
         raise UserError(
             f"model_type '{kind}' keeps weights of its blocks outside nn.Linear layers ({outside}), which would stay "
-            f"unquantized; choose a model without fused experts or convolutions"
+            f"unquantized; choose a model without convolutions and the like"
         )
     longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
     for name in ("window", "eval_window"):
@@ -169,19 +169,25 @@ def _import_model(file: Path, own_names: bool, out: Path) -> None:
     )
     # The GGUF config survives dequantization and would make save_pretrained refuse.
     vars(model.config).pop("quantization_config", None)
-    model.save_pretrained(out)
+    _save(model, out)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
 
 
 def _save_renamed(file: Path, out: Path) -> None:
-    """For folders whose tensors are named otherwise (older formats): transformers knows how to map them."""
+    """For folders whose tensors are named otherwise (older formats, fused experts): transformers knows how to map them."""
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(file, dtype="auto", output_loading_info=True)
     model, info = loaded
     if info["missing_keys"]:
         raise UserError(f"{file} lacks the weights {sorted(info['missing_keys'])[0]}; copy the folder again")
-    model.save_pretrained(out)
+    _save(model, out)
+
+
+def _save(model: Any, out: Path) -> None:
+    """Under the names of the skeleton's parameters, not those of the format the model came in."""
+    experts.unfuse_(model)
+    model.save_pretrained(out, save_original_format=False)
 
 
 def _articles(config: PrepareConfig, cache: Path) -> dict[str, list[dict[str, str]]]:

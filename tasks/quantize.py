@@ -7,40 +7,58 @@ bytes.json their bytes counted from the files.
 import logging
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from tasks import card, models, packed, plans, progress, store
+from tasks.config import by_effort
 from tasks.errors import UserError
 from tasks.job import Job, Record
 from tasks.statistics import BlockStatistics
 from windquant import blocks, checkpoint, embeddings
+from windquant.blocks import WeightSource
+from windquant.calibrate import Report
+from windquant.engine import Engine
 from windquant.evaluate import Scores, score
-from windquant.grids import GRIDS
 from windquant.layers import FEW
 from windquant.quantize import PackedMatrix, quantize_matrix
+from windquant.reconstruct import ReconstructConfig
 
 log = logging.getLogger("windquant")
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """check_tokens: length of the text on which the reloaded checkpoint's logits must equal the quantized model's.
-    card_windows: windows of the validation text for the perplexity on the checkpoint's card. export_dequantized: write
-    the model unpacked as well, in bfloat16, for programs that do not know this format.
+    """treatment: `rounding` to nearest, `feedback` (GPTQ's error feedback, minutes), or `reconstruction` of every block's
+    output (the best; longest). steps, batch, rate: of reconstruction, see `windquant.reconstruct`; batch is in windows of
+    the calibration text. check_tokens: length of the text on which the reloaded checkpoint's logits must equal the
+    quantized model's. card_windows: windows of the validation text for the perplexity on the checkpoint's card.
+    export_dequantized: write the model unpacked as well, in bfloat16, for programs that do not know this format.
     """
 
+    treatment: Literal["rounding", "feedback", "reconstruction"] = "reconstruction"
+    steps: int | None = by_effort(demo=50, full=200)
+    batch: int = 4
+    rate: float | None = None
     check_tokens: int = 128
     card_windows: int = 4
     export_dequantized: bool = False
 
     def __post_init__(self) -> None:
+        _ = self.reconstruct
         if self.check_tokens <= FEW:
             raise ValueError(f"check_tokens {self.check_tokens} is not above {FEW}: so few tokens are rounded otherwise")
         if self.card_windows < 1:
             raise ValueError(f"card_windows {self.card_windows} is not at least 1")
+
+    @property
+    def reconstruct(self) -> ReconstructConfig | None:
+        config = ReconstructConfig(self.steps or 1, self.batch, self.rate)
+        return config if self.treatment == "reconstruction" else None
 
 
 def run(config: QuantizeConfig, job: Job) -> Record:
@@ -67,69 +85,61 @@ def summary(c: checkpoint.Bytes) -> dict[str, float]:
 
 
 def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig, job: Job) -> checkpoint.Bytes:
-    name = out.name
+    name, chunk = out.name, plan.header["chunk_size"]
     walk = models.walk(source, job.device)
     if not walk.fits([u.matrix for u in plan.body]):
         raise UserError(f"plan {name} is for another model than artifacts/prepare/model; run `dvc repro allocate`")
-    dense: dict[str, torch.Tensor] = {}
+    engine = Engine(walk, plan.of, chunk, config.reconstruct, job.common.seed, job.scratch, name, log.warning)
+    report = progress.bar(f"{config.treatment} of {name}")
     writer = checkpoint.Writer(out)
-    report = progress.bar(f"rounding and packing {name}")
-    for i in range(len(walk)):
-        for matrix, (stored, weight) in _resumable(walk, i, plan, name, job).items():
+    for block in (
+        _rounding(engine, report) if config.treatment == "rounding" else engine.run(_windows("calibration"), report)
+    ):
+        for matrix, stored in block.items():
             writer.add_matrix(matrix, stored)
-            dense[f"{matrix}.weight"] = weight
-        report(i + 1, len(walk))
-    dense |= _add_rest(writer, walk, plan)
-    writer.close(models.config(source).to_dict(), plan.header["chunk_size"])
+    rest = _add_rest(writer, walk, plan)
+    writer.close(models.config(source).to_dict(), chunk)
     packed.copy_companions(source, out)
     shutil.copyfile(store.path("allocate") / f"{name}.parquet", out / "plan.parquet")
     count = checkpoint.count(out)
     if count.body != plan.size:
         raise AssertionError(f"{name}: the files hold {count.body} bytes of matrices, the plan said {plan.size}")
     loaded = packed.load(out, job.device)
-    _compare_logits(loaded, source, dense, config, job)
-    card.write(out, plan, count, _validation(loaded, config))
+    _compare_logits(loaded, models.walk(source, job.device, _stored(engine, rest)), config)
+    card.write(out, plan, count, config.treatment, _validation(loaded, config))
     if config.export_dequantized:
         packed.export_dense(out, out / "bf16")
     log.info("%s: %.4f effective bits, %.1f MB, reloaded with equal logits", name, count.effective_bits, count.model / 1e6)
     return count
 
 
-def _resumable(
-    walk: blocks.Walk, index: int, plan: plans.Plan, name: str, job: Job
-) -> dict[str, tuple[PackedMatrix, torch.Tensor]]:
-    """`_block`, or what an interrupted run kept of it (packed; the weights are unpacked again)."""
-    key, chunk = f"{name}-{index}", plan.header["chunk_size"]
-    if not job.scratch.has(key):
-        made = _block(walk, index, plan, job)
-        job.scratch.put(key, {f"{m}.{part}": getattr(p, part) for m, (p, _) in made.items() for part in checkpoint.PARTS})
-        return made
-    kept, out = job.scratch.get(key), {}
-    for m in dict.fromkeys(u.matrix for u in plan.body if u.matrix.block == index):
-        symbols = "".join(GRIDS[b].symbol for b in plan.of(m.name))
-        parts = {part: kept[f"{m.name}.{part}"] for part in checkpoint.PARTS}
-        packed = PackedMatrix(m.rows, m.columns, chunk, symbols, **parts)
-        out[m.name] = packed, packed.dequantize()
-    return out
+def _windows(split: str) -> torch.Tensor:
+    return store.load_tensors(store.path("prepare") / "windows" / f"{split}.safetensors")["ids"].long()
 
 
-def _block(walk: blocks.Walk, index: int, plan: plans.Plan, job: Job) -> dict[str, tuple[PackedMatrix, torch.Tensor]]:
-    """matrix -> packed, and the weights as they were rounded, before packing."""
-    statistics, out = BlockStatistics(index), {}
-    with walk.block(index) as block:
-        for name, linear in blocks.linears(block).items():
-            full = f"{walk.prefix}.{index}.{name}"
-            H = statistics.moment(name).to(walk.device)
-            try:
-                out[full] = quantize_matrix(linear.weight, H, plan.of(full), plan.header["chunk_size"])
-            except ValueError as e:
-                raise UserError(f"{full}: {e}") from e
-    return out
+def _rounding(engine: Engine, report: Report) -> Iterator[dict[str, PackedMatrix]]:
+    """Every matrix by itself, with the reference's moments: no streams."""
+    walk = engine.walk
+    for i in range(len(walk)):
+        if not engine.has(i):
+            statistics, made = BlockStatistics(i), {}
+            with walk.block(i) as block:
+                for name, linear in blocks.linears(block).items():
+                    full = f"{walk.prefix}.{i}.{name}"
+                    H = statistics.moment(name).to(walk.device)
+                    try:
+                        made[full] = quantize_matrix(linear.weight, H, engine.plan(full), engine.chunk_size)[0]
+                    except ValueError as e:
+                        raise UserError(f"{full}: {e}") from e
+            engine.keep(i, made)
+        yield engine.kept(i)
+        report(i + 1, len(walk))
 
 
 def _add_rest(writer: checkpoint.Writer, walk: blocks.Walk, plan: plans.Plan) -> dict[str, torch.Tensor]:
     """Store all that is not of the body; returns it as it was stored, float32."""
     bits, dense = plan.header["embedding_bits"], {}
+    walk.model.tie_weights()  # pyright: ignore[reportCallIssue]  # a walk gives its parameters back one by one, untied
     tables = embeddings.matrices(walk.model) if bits else []
     for matrix in tables:
         key = f"{matrix.name}.weight"
@@ -144,17 +154,30 @@ def _add_rest(writer: checkpoint.Writer, walk: blocks.Walk, plan: plans.Plan) ->
     return dense
 
 
+def _stored(engine: Engine, rest: dict[str, torch.Tensor]) -> WeightSource:
+    """The weights as they were packed, from what the engine keeps, and what is stored beside them."""
+
+    def read(wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+        found = {name: t for name, t in rest.items() if wanted(name)}
+        for i in range(len(engine.walk)):
+            if any(wanted(f"{m.name}.weight") for m in engine.walk.matrices(i)):
+                found |= {f"{m}.weight": p.dequantize() for m, p in engine.kept(i).items()}
+        return found
+
+    return read
+
+
 @torch.inference_mode()
-def _compare_logits(
-    loaded: torch.nn.Module, source: Path, dense: dict[str, torch.Tensor], config: QuantizeConfig, job: Job
-) -> None:
-    """The reloaded checkpoint's logits against those of the weights as they were before packing: equal, in float32."""
-    windows = store.load_tensors(store.path("prepare") / "windows" / "validation.safetensors")["ids"]
-    ids = windows[: 1 + FEW // windows.shape[1], : config.check_tokens].long().to(job.device)
-    memory = models.skeleton(models.config(source))
-    memory.load_state_dict({k: v.to(job.device) for k, v in dense.items()}, strict=False, assign=True)
-    memory.tie_weights()
-    expected = memory.eval().to(job.device)(input_ids=ids, use_cache=False).logits
+def _compare_logits(loaded: torch.nn.Module, packed: blocks.Walk, config: QuantizeConfig) -> None:
+    """The reloaded checkpoint's logits against those of the weights as they were packed: equal, in float32."""
+    ids = _windows("validation")
+    ids = ids[: 1 + FEW // ids.shape[1], : config.check_tokens].to(packed.device)
+    hidden = packed.embed(ids)
+    for i in range(len(packed)):
+        with packed.block(i) as block:
+            hidden = packed.run(i, block, hidden.to(packed.device))
+    with packed.head() as head:
+        expected = head(hidden)
     difference = (loaded(input_ids=ids, use_cache=False).logits - expected).abs().max()
     if not difference == 0:
         raise AssertionError(f"the reloaded logits differ from the quantized model's by {difference:g}")
@@ -162,5 +185,5 @@ def _compare_logits(
 
 def _validation(model: torch.nn.Module, config: QuantizeConfig) -> Scores:
     """On the windows' own tokens alone: windows that overlap are scored as if they did not."""
-    ids = store.load_tensors(store.path("prepare") / "windows" / "validation.safetensors")["ids"][: config.card_windows]
-    return score(model, ids.long(), ids.shape[1], report=progress.bar("perplexity for the card"))
+    ids = _windows("validation")[: config.card_windows]
+    return score(model, ids, ids.shape[1], report=progress.bar("perplexity for the card"))

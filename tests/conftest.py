@@ -1,5 +1,6 @@
 """A tiny LLaMA (2 blocks, hidden 64) and a tokenizer made in-process; nothing is fetched."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from windquant.blocks import Walk, WeightSource
+from windquant.experts import unfuse_
 
 SENTENCE = "the a model of weights reads some text and writes it again in two bits while nobody looks closely at rows"
 WORDS = SENTENCE.split()
@@ -22,6 +24,36 @@ def tiny_config(**changes):
     } | changes)  # fmt: skip
 
 
+ARCHITECTURES = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": {"sliding_window": 8},
+    "phi3": {},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def architecture(name: str, **changes) -> nn.Module:
+    """A tiny random model of another architecture, as transformers makes it."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    own = tiny_config().to_diff_dict()
+    own = {k: v for k, v in own.items() if k not in ("model_type", "transformers_version", "head_dim")}
+    config = CONFIG_MAPPING[name](**own | ARCHITECTURES[name] | changes)
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def taken_apart(model: nn.Module) -> nn.Module:
+    """A copy whose experts are linear layers."""
+    copied = copy.deepcopy(model)
+    unfuse_(copied)
+    return copied
+
+
 @pytest.fixture
 def tiny() -> nn.Module:
     from transformers import LlamaForCausalLM
@@ -31,16 +63,20 @@ def tiny() -> nn.Module:
 
 
 def source_of(model: nn.Module) -> WeightSource:
-    """The model's own weights, as a checkpoint would hold them: tied ones once."""
-    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    """The model's own weights, as a checkpoint would hold them: tied ones once, experts one by one."""
+    tensors = {name: p.detach().clone() for name, p in taken_apart(model).named_parameters()}
     return lambda wanted: {name: t for name, t in tensors.items() if wanted(name)}
+
+
+def walk_of(model: nn.Module) -> Walk:
+    from tasks.models import skeleton
+
+    return Walk(skeleton(model.config), source_of(model), torch.device("cpu"))
 
 
 @pytest.fixture
 def walk(tiny: nn.Module) -> Walk:
-    from tasks.models import skeleton
-
-    return Walk(skeleton(tiny.config), source_of(tiny), torch.device("cpu"))
+    return walk_of(tiny)
 
 
 def tiny_tokenizer():

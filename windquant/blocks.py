@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windquant import experts
 from windquant.errors import InputError
 from windquant.units import Matrix
 
@@ -23,27 +24,27 @@ WeightSource = Callable[[Callable[[str], bool]], dict[str, Tensor]]
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Path and list of the decoder blocks. Raises InputError when the model has no list of blocks with nn.Linear."""
-    lists = [
-        (name, m)
-        for name, m in model.named_modules()
-        if isinstance(m, nn.ModuleList) and any(isinstance(x, nn.Linear) for x in m.modules())
-    ]
+    lists: dict[str, nn.ModuleList] = {}
+    for name, m in model.named_modules():
+        inner = any(name.startswith(f"{outer}.") for outer in lists)  # e.g. experts: there may be more of them than blocks
+        if isinstance(m, nn.ModuleList) and not inner and any(isinstance(x, nn.Linear) for x in m.modules()):
+            lists[name] = m
     if not lists:
         raise InputError(f"{type(model).__name__} has no list of decoder blocks with nn.Linear layers to quantize")
-    # The outermost list wins a tie with lists of experts inside its blocks.
-    return max(lists, key=lambda item: (len(item[1]), -item[0].count(".")))
+    return max(lists.items(), key=lambda item: len(item[1]))
 
 
 def linears(block: nn.Module) -> dict[str, nn.Linear]:
-    """The block's linear layers by their path inside the block."""
-    return {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
+    """The block's linear layers by their path inside the block, but for the routers of its experts."""
+    routers = experts.routers(block)
+    return {n: m for n, m in block.named_modules() if isinstance(m, nn.Linear) and f"{n}.weight" not in routers}
 
 
 def outside_linears(model: nn.Module) -> str | None:
-    """The first weight matrix of a decoder block that is in no nn.Linear (fused experts, convolutions), if any."""
+    """The first weight matrix of a decoder block that is in no nn.Linear and no router (convolutions, ...), if any."""
     prefix, blocks = decoder_blocks(model)
     for i, block in enumerate(blocks):
-        inside = {f"{name}.weight" for name in linears(block)}
+        inside = {f"{name}.weight" for name in linears(block)} | experts.routers(block)
         for name, p in block.named_parameters():
             if p.ndim > 1 and name not in inside:
                 return f"{prefix}.{i}.{name}"
@@ -53,11 +54,11 @@ def outside_linears(model: nn.Module) -> str | None:
 def matrices(model: nn.Module) -> list[Matrix]:
     """The quantized matrices (the body), block by block."""
     prefix, blocks = decoder_blocks(model)
-    return [
-        Matrix(f"{prefix}.{i}.{name}", i, m.out_features, m.in_features)
-        for i, block in enumerate(blocks)
-        for name, m in linears(block).items()
-    ]
+    return [m for i, block in enumerate(blocks) for m in _matrices_of(block, f"{prefix}.{i}", i)]
+
+
+def _matrices_of(block: nn.Module, path: str, index: int) -> list[Matrix]:
+    return [Matrix(f"{path}.{name}", index, m.out_features, m.in_features) for name, m in linears(block).items()]
 
 
 class _Stand(nn.Module):
@@ -93,6 +94,10 @@ class Walk:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def matrices(self, index: int) -> list[Matrix]:
+        """The matrices of one block."""
+        return _matrices_of(self._blocks[index], f"{self.prefix}.{index}", index)
 
     def fits(self, expected: Iterable[Matrix]) -> bool:
         """Whether the model's matrices are exactly these."""
@@ -141,7 +146,7 @@ class Walk:
         return torch.cat(hidden)
 
     def run(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
-        """One window (1, T, hidden) through a materialised block, with the arguments the model gave it in `embed`."""
+        """Windows (n, T, hidden) through a materialised block, with the arguments the model gave it in `embed`."""
         args, kwargs = self._called[index]
         out = block(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out

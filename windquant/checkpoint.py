@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from windquant import blocks
 from windquant.errors import InputError
 from windquant.grids import BY_SYMBOL
-from windquant.quantize import PackedMatrix
+from windquant.quantize import PARTS, PackedMatrix
 from windquant.units import Matrix, Unit, columns_of, effective_bits
 
 VERSION = 1
 SHARD_BYTES = 2_000_000_000
-PARTS = {"codes": "U8", "scale": "U8", "span": "F16"}
-"""The tensors of a packed matrix, and their dtypes in a safetensors header."""
 Entry = tuple[int, int, str]
 """Rows, columns, and one letter a unit."""
 
@@ -42,10 +40,13 @@ def store_other(name: str, tensor: Tensor) -> Tensor:
     return stored
 
 
-def others(model: nn.Module, embeddings: Iterable[Matrix] = ()) -> dict[str, nn.Parameter]:
-    """The parameters that are not quantized, tied ones once. embeddings: those that are packed."""
+def others(model: nn.Module, embeddings: Iterable[Matrix] = ()) -> dict[str, Tensor]:
+    """What is not quantized: parameters, tied ones once, and the buffers that checkpoints hold (routers' corrections).
+    embeddings: those that are packed."""
     packed = {f"{m.name}.weight" for m in (*blocks.matrices(model), *embeddings)}
-    return {name: p for name, p in model.named_parameters() if name not in packed}
+    kept = model.state_dict().keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in kept}
+    return {name: p for name, p in model.named_parameters() if name not in packed} | buffers
 
 
 def other_bytes(model: nn.Module, embeddings: Iterable[Unit] = (), bits: float = 16) -> int:

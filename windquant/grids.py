@@ -14,6 +14,7 @@ Source: WINDQuant (arXiv 2605.26660) for the choice of operators; ParetoQ for SE
 Notation: w (..., columns) weights; s (..., 1) scale of a row of a unit; c codes, uint8, same shape as w.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,11 @@ GRIDS: dict[float, Grid] = {
 }
 WIDTHS: tuple[float, ...] = tuple(GRIDS)
 BY_SYMBOL: dict[str, Grid] = {g.symbol: g for g in GRIDS.values()}
+
+
+def symbols(bits: Iterable[float]) -> str:
+    """A plan's widths as a checkpoint writes them, one letter a unit."""
+    return "".join(GRIDS[b].symbol for b in bits)
 
 
 def encode(w: Tensor, s: Tensor, grid: Grid) -> Tensor:

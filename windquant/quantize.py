@@ -4,7 +4,7 @@ Round to nearest on locally fitted scales. What is stored is what is computed wi
 before anything is computed with them, so the weights of a reloaded matrix equal those in memory bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from windquant import scales
 from windquant.errors import InputError
-from windquant.grids import BY_SYMBOL, GRIDS, Grid, decode, encode
+from windquant.grids import BY_SYMBOL, GRIDS, Grid, decode, encode, symbols
 from windquant.packing import pack, unpack
 from windquant.units import columns_of
+
+PARTS = {"codes": "U8", "scale": "U8", "span": "F16"}
+"""The tensors of a packed matrix, and their dtypes in a safetensors header."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,23 @@ class RoundedUnits:
     scale: Tensor
     span: Tensor
 
+    def scales(self) -> Tensor | None:
+        """(units, rows, 1), float32; None at 16 bits."""
+        return scales.from_log8(self.scale, self.span) if self.grid.has_scale else None
+
     def weights(self) -> Tensor:
         """(units, rows, columns), float32."""
-        if not self.grid.has_scale:
-            return self.values.float()
-        return decode(self.values, scales.from_log8(self.scale, self.span), self.grid)
+        s = self.scales()
+        return self.values.float() if s is None else decode(self.values, s, self.grid)
+
+    def split(self) -> "list[RoundedUnits]":
+        """One by one, each a stack of one unit."""
+        return [RoundedUnits(self.grid, *(t[i : i + 1] for t in (self.values, self.scale, self.span)))
+                for i in range(len(self.values))]  # fmt: skip
+
+    def permuted(self, order: Tensor) -> "RoundedUnits":
+        """With the columns in another order."""
+        return RoundedUnits(self.grid, self.values[:, :, order], self.scale, self.span)
 
     def packed(self) -> Tensor:
         """(units, bytes) uint8."""
@@ -108,33 +123,38 @@ class PackedMatrix:
         return w
 
 
-def quantize_matrix(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> tuple[PackedMatrix, Tensor]:
-    """Round and pack a matrix (rows, columns) with input second moments H, the i-th unit at bits[i].
+def stacks(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> Iterator[tuple[list[int], Tensor, Tensor, Grid]]:
+    """The units of a matrix (rows, columns) that can be worked on together, being of one width and shape: their places,
+    weights (units, rows, columns of a unit) and moments (units, columns, columns)."""
+    pairs = list(zip(bits, columns_of(w.shape[1], chunk_size), strict=True))
+    for b, columns in dict.fromkeys(pairs):
+        members = [i for i, pair in enumerate(pairs) if pair == (b, columns)]
+        slices = [slice(i * chunk_size, i * chunk_size + columns) for i in members]
+        yield members, torch.stack([w[:, c] for c in slices]), torch.stack([H[c, c] for c in slices]), GRIDS[b]
 
-    Returns the packed matrix, and the rounded weights (rows, columns) as they were before packing. Units of one width
-    and shape are handled together.
-    """
-    dense = torch.empty_like(w)
-    widths = columns_of(w.shape[1], chunk_size)
-    parts: list[tuple[Tensor, Tensor, Tensor]] = [(w, w, w)] * len(widths)
-    for key in dict.fromkeys(zip(bits, widths, strict=True)):
-        members = [i for i, pair in enumerate(zip(bits, widths, strict=True)) if pair == key]
-        starts = [i * chunk_size for i in members]
-        units = torch.stack([w[:, a : a + key[1]] for a in starts])
-        moments = torch.stack([H[a : a + key[1], a : a + key[1]] for a in starts])
-        rounded = round_units(units, moments, key[0])
-        blobs, weights = rounded.packed(), rounded.weights()
-        for j, i in enumerate(members):
-            dense[:, starts[j] : starts[j] + key[1]] = weights[j]
-            parts[i] = (blobs[j], rounded.scale[j], rounded.span[j])
-    scaled = [p for p, b in zip(parts, bits, strict=True) if GRIDS[b].has_scale]
+
+def quantize_matrix(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> tuple[PackedMatrix, Tensor]:
+    """Round to nearest and pack a matrix (rows, columns) with input second moments H, the i-th unit at bits[i]. Returns
+    as `pack_matrix`."""
+    units: dict[int, RoundedUnits] = {}
+    for members, weights, moments, grid in stacks(w, H, bits, chunk_size):
+        units |= dict(zip(members, round_units(weights, moments, grid.bits).split(), strict=True))
+    return pack_matrix([units[i] for i in range(len(bits))], chunk_size)
+
+
+def pack_matrix(units: Sequence[RoundedUnits], chunk_size: int) -> tuple[PackedMatrix, Tensor]:
+    """Pack a matrix from its rounded units (stacks of one), left to right. Returns it packed, and its weights
+    (rows, columns) as they were before."""
+    dense = torch.cat([u.weights()[0] for u in units], 1)
+    scaled = [u for u in units if u.grid.has_scale]
+    rows, device = dense.shape[0], dense.device
     packed = PackedMatrix(
-        rows=w.shape[0],
-        columns=w.shape[1],
+        rows=rows,
+        columns=dense.shape[1],
         chunk_size=chunk_size,
-        symbols="".join(GRIDS[b].symbol for b in bits),
-        codes=torch.cat([p[0] for p in parts]),
-        scale=torch.stack([p[1] for p in scaled]) if scaled else torch.empty(0, w.shape[0], dtype=torch.uint8),
-        span=torch.stack([p[2] for p in scaled]) if scaled else torch.empty(0, 2, dtype=torch.float16),
+        symbols=symbols([u.grid.bits for u in units]),
+        codes=torch.cat([u.packed()[0] for u in units]),
+        scale=torch.cat([u.scale for u in scaled]) if scaled else torch.empty(0, rows, dtype=torch.uint8, device=device),
+        span=torch.cat([u.span for u in scaled]) if scaled else torch.empty(0, 2, dtype=torch.float16, device=device),
     )
     return packed, dense

@@ -73,9 +73,9 @@ def _choose(where: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> 
     return [torch.where(where, n, o) for n, o in zip(new, old, strict=True)]
 
 
-def to_log8(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Store scales: codes (units, rows) uint8 and range (units, 2) float16. Code 0 is the scale zero, 1..255 are
-    `exp2(low + step * (code - 1))`. A scale below 2^-OCTAVES of its unit's largest becomes zero.
+def to_log8(s: Tensor, margin: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Store scales: codes (units, rows) uint8 and range (units, 2) float16, `margin` octaves wider at both ends. Code 0 is
+    the scale zero, 1..255 are `exp2(low + step * (code - 1))`. A scale below 2^-OCTAVES of its unit's largest becomes zero.
 
     Raises InputError when a scale is negative, NaN or infinite.
     """
@@ -88,7 +88,7 @@ def to_log8(s: Tensor) -> tuple[Tensor, Tensor]:
     low = torch.where(positive, log, float("inf")).amin(-1)
     high = torch.where(positive, log, float("-inf")).amax(-1)
     empty = ~positive.any(-1)
-    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+    low, high = low.masked_fill(empty, 0.0) - margin, high.masked_fill(empty, 0.0) + margin
     low16 = low.half()
     step16 = ((high - low16.float()).clamp_min(0) / 254).half()
     step = step16.float()[:, None]

@@ -9,9 +9,9 @@ from tasks import store
 from tasks.config import Common, resolve
 from tasks.errors import UserError
 from tasks.job import Job
-from tasks.models import skeleton, weight_source
+from tasks.models import reference, shards, skeleton, weight_source
 from tasks.prepare import PrepareConfig, run
-from tests.conftest import article
+from tests.conftest import architecture, article
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and datasets' own
 
@@ -47,6 +47,17 @@ def test_weights_under_other_names_are_mapped(job, tiny, tiny_folder):
     found = weight_source(job.out / "model")(lambda name: True)
     assert {name for name, _ in skeleton(tiny.config).named_parameters()} <= found.keys()
     assert all(torch.equal(found[name], p) for name, p in tiny.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])  # on disk: our names, other names, fused
+def test_experts_arrive_one_by_one(job, tiny_folder, name):
+    """The same products, added up in another order: float32 rounding."""
+    original = architecture(name)
+    original.save_pretrained(tiny_folder)
+    prepare(job, tiny_folder)
+    assert {n for n, _ in skeleton(original.config).named_parameters()} <= shards(job.out / "model").keys()
+    loaded, ids = reference(job.out / "model", torch.device("cpu")), torch.arange(30)[None]
+    torch.testing.assert_close(loaded(ids).logits, original(ids).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(job, tiny, tmp_path):

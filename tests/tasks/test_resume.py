@@ -17,7 +17,7 @@ STAGES = {
     "calibrate": (calibrate.run, CalibrateConfig()),
     "sensitivity": (sensitivity.run, SensitivityConfig(chunk_size=32)),
     "allocate": (allocate.run, AllocateConfig(target_bits=2.75)),
-    "quantize": (quantize.run, QuantizeConfig(check_tokens=16)),
+    "quantize": (quantize.run, QuantizeConfig(check_tokens=16, steps=4)),
 }
 
 
@@ -70,7 +70,7 @@ def test_a_stage_cut_off_goes_on_to_the_same_bytes(prepared, monkeypatch, stage,
     put = store.Scratch.put
     monkeypatch.setattr(store.Scratch, "put", lambda self, name, t: (computed.append(name), put(self, name, t)))
     assert store.hash_tree(run(stage, "cut")) == whole
-    total = {"calibrate": 5, "sensitivity": 2, "quantize": 4}[stage]
+    total = {"calibrate": 5, "sensitivity": 2, "quantize": 8}[stage]
     assert 0 < len(computed) < total  # the rest was taken from the resume state
 
 

@@ -2,19 +2,23 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import ARCHITECTURES, architecture, walk_of
 from windquant import blocks
 
 IDS = torch.arange(20).view(2, 10)
 
 
-def test_streaming_block_by_block_gives_the_models_logits(tiny, walk):
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_streaming_block_by_block_gives_the_models_logits(name):
+    model = architecture(name)
+    walk = walk_of(model)
     hidden = walk.embed(IDS)
     for i in range(len(walk)):
         with walk.block(i) as block:
             hidden = torch.cat([walk.run(i, block, h[None]) for h in hidden])
     with walk.head() as head:
         logits = torch.cat([head(h[None]) for h in hidden])
-    torch.testing.assert_close(logits, tiny(IDS).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_nothing_stays_in_memory_after_use(walk):
@@ -29,6 +33,12 @@ def test_the_body_is_the_linear_layers_of_the_blocks(tiny):
     assert len(found) == 2 * 7 and {m.block for m in found} == {0, 1}
     q = found[0]
     assert (q.name, q.kind, q.rows, q.columns) == ("model.layers.0.self_attn.q_proj", "q_proj", 64, 64)
+
+
+def test_experts_are_never_taken_for_blocks():
+    """There may be more of them in a block than there are blocks."""
+    prefix, found = blocks.decoder_blocks(walk_of(architecture("qwen3_moe")).model)
+    assert prefix == "model.layers" and len(found) == 2
 
 
 def test_a_model_without_blocks_is_refused():

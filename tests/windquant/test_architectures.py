@@ -1,0 +1,35 @@
+"""Every architecture goes the whole way, none by a file of its own."""
+
+import pytest
+import torch
+
+from tasks.models import skeleton
+from tests.conftest import ARCHITECTURES, MemoryScratch, architecture, taken_apart, walk_of
+from windquant import blocks, checkpoint
+from windquant.calibrate import calibrate
+from windquant.quantize import quantize_matrix
+from windquant.sensitivity import distortions
+
+CHUNK, WIDTHS = 32, (2, 3, 4, 1.58)
+IDS = torch.arange(80).view(2, 40)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_loaded_checkpoint_gives_the_logits_of_the_quantized_model(name, tmp_path):
+    model = taken_apart(architecture(name))
+    walk, writer = walk_of(model), checkpoint.Writer(tmp_path)
+    statistics = dict(calibrate(walk, IDS, torch.Generator().manual_seed(0), MemoryScratch(), lambda done, total: None))
+    for i, m in enumerate(blocks.matrices(model)):
+        linear, path = model.get_submodule(m.name), m.name.removeprefix(f"{walk.prefix}.{m.block}.")
+        H = statistics[m.block][f"H.{int(statistics[m.block][f'source.{path}'])}"]
+        table = distortions(linear.weight, H, statistics[m.block][f"g.{path}"], CHUNK)
+        assert table[:, -1].sum() < table[:, 0].sum()  # 16 bits against 1
+        packed, dense = quantize_matrix(linear.weight, H, [WIDTHS[(i + j) % 4] for j in range(len(table))], CHUNK)
+        writer.add_matrix(m.name, packed)
+        linear.weight.copy_(dense)
+    for other, p in checkpoint.others(model).items():
+        writer.add(other, checkpoint.store_other(other, p))
+        p.copy_(checkpoint.store_other(other, p).float())
+    writer.close(model.config.to_dict(), CHUNK)
+    loaded = checkpoint.load(tmp_path, skeleton(model.config), torch.device("cpu"))
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)

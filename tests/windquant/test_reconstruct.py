@@ -1,0 +1,117 @@
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from windquant.quantize import pack_matrix
+from windquant.reconstruct import Latent, ReconstructConfig, reconstruct
+
+CHUNK = 16
+MIXED = [2, 1, 16, 1.58, 3, 8, 4, 2]
+
+
+def matrix(rows=12, columns=120, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(500, columns, generator=g)
+    return torch.randn(rows, columns, generator=g), x.T @ x / 500
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(40, 64, bias=False), nn.Linear(64, 40, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.silu(self.up(x)))
+
+
+def learned(bits, steps=60, **config):
+    """A block, its latents after reconstruction, and its losses."""
+    block = Block().requires_grad_(False)
+    x = torch.randn(16, 8, 40, generator=torch.Generator().manual_seed(1))
+    target = block(x)
+    latents = {n: Latent(m.weight, torch.eye(m.in_features), bits * (m.in_features // 8), 8)
+               for n, m in block.named_children()}  # fmt: skip
+    batches = itertools.cycle([(x[:8], target[:8]), (x[8:], target[8:])])
+    return block, latents, reconstruct(block, latents, batches, block, ReconstructConfig(steps, **config))
+
+
+@pytest.mark.parametrize("bits", [[1], [1.58], [2], [3], [4]])
+def test_the_loss_falls(bits):
+    _, _, losses = learned(bits)
+    assert sum(losses[-4:]) < 0.9 * 2 * sum(losses[:2])
+
+
+def test_what_is_learned_is_what_is_stored_bit_for_bit():
+    w, H = matrix()
+    latent = Latent(w, H, MIXED, CHUNK)
+    for seed in range(5):
+        latent.learn_(torch.randn(w.shape, generator=torch.Generator().manual_seed(seed)), 0.2)
+    computed = latent.quantize()
+    packed, dense = pack_matrix(latent.rounded(), CHUNK)
+    assert torch.equal(dense, computed) and torch.equal(packed.dequantize(), computed)
+
+
+def test_unlearned_it_is_rounding_to_nearest():
+    """No weight is further than half a step off, save those beyond the grid's ends."""
+    w, H = matrix()
+    latent = Latent(w, H, [3, 4, 8, 3, 4, 8, 3, 4], CHUNK)
+    d, q = latent.d(), latent._units(latent.quantize())
+    y = latent.y(d)
+    inside = (y > -0.5) & (y < latent.top + 0.5)
+    assert bool(((q - latent.w).abs() <= d / 2 * 1.001)[inside].all())
+    assert float(inside.float().mean()) > 0.9
+
+
+def test_at_the_default_rate_no_weight_moves_further_than_one_point():
+    w, H = matrix()
+    latent, steps = Latent(w, H, [3] * 8, CHUNK), 20
+    before, log = latent.codes(latent.y(latent.d())), latent.log.clone()
+    for i in range(steps):
+        latent.learn_(torch.ones_like(w), (1 - i / steps) / steps)
+        latent.log.copy_(log)  # the scales held still
+    moved = before - latent.codes(latent.y(latent.d()))
+    assert float(moved.max()) == 1 and float(moved.min()) == 0
+
+
+def test_a_scale_follows_its_clipped_weights():
+    """All weights beyond the grid: a gradient that wants larger weights there raises the scale, else lowers it."""
+    w = torch.full((1, 16), 5.0)
+    for sign in (1, -1):
+        latent = Latent(w, torch.eye(16), [2], CHUNK)
+        latent.log.fill_(0.0)
+        latent.learn_(torch.full((1, 16), -float(sign)), 0.1)
+        assert float(latent.log) == pytest.approx(0.1 * sign)
+
+
+def test_a_row_of_zeros_stays_zero():
+    w, H = matrix()
+    w[4] = 0
+    latent = Latent(w, H, MIXED, CHUNK)
+    latent.learn_(torch.ones_like(w), 0.5)
+    stored = pack_matrix(latent.rounded(), CHUNK)[1]
+    assert torch.equal(stored[4], torch.zeros(120))
+
+
+def test_sixteen_bits_stay_as_they_are():
+    w, H = matrix()
+    latent = Latent(w, H, [16] * 8, CHUNK)
+    latent.learn_(torch.ones_like(w), 0.5)
+    assert torch.equal(pack_matrix(latent.rounded(), CHUNK)[1], w.half().float())
+
+
+def test_a_loss_that_is_not_a_number_stops_it():
+    block = Block().requires_grad_(False)
+    latents = {"up": Latent(block.up.weight, torch.eye(40), [2] * 5, 8)}
+    x = torch.full((1, 2, 40), float("inf"))
+    with pytest.raises(ValueError, match="holds NaN or Inf in step 0"):
+        reconstruct(block, latents, itertools.repeat((x, x)), block, ReconstructConfig(3))
+
+
+@pytest.mark.parametrize(("given", "message"), [({"steps": 0}, "steps 0"), ({"batch": 0}, "batch 0"),
+                                                ({"rate": 2.0}, "rate 2 is not between 0 and 1")])  # fmt: skip
+def test_settings_out_of_range_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        ReconstructConfig(**given)

@@ -1,0 +1,143 @@
+"""A plan applied to a model, block by block, each block calibrated on what the quantized blocks before it put out.
+
+Two streams of activations run through the blocks: the reference's, and that of the model as quantized so far. A block's
+input moments are taken from the second; reconstruction asks the block to turn the second into what the reference makes of
+the first. One block is in memory at a time; the streams lie in the scratch store, which is also what an interrupted run
+resumes from, bit for bit: every block draws its batches from a generator of its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from windquant import experts
+from windquant.blocks import Walk, linears
+from windquant.calibrate import Inputs, Report, Scratch
+from windquant.errors import InputError
+from windquant.feedback import DAMP, round_with_feedback
+from windquant.grids import symbols
+from windquant.quantize import PARTS, PackedMatrix, RoundedUnits, pack_matrix
+from windquant.reconstruct import Latent, ReconstructConfig, reconstruct
+
+FORWARD_WINDOWS = 4
+"""Windows that run through a block together."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """walk: the reference model. plan: a matrix's path -> the widths of its units. config: of the reconstruction; None
+    rounds with error feedback alone. scratch: keeps the streams and the finished blocks, under `name`. warn: is told, in a
+    sentence, what numerics had to be done otherwise than asked."""
+
+    walk: Walk
+    plan: Callable[[str], Sequence[float]]
+    chunk_size: int
+    config: ReconstructConfig | None
+    seed: int
+    scratch: Scratch
+    name: str
+    warn: Callable[[str], None]
+
+    def run(self, windows: Tensor, report: Report) -> Iterator[dict[str, PackedMatrix]]:
+        """Yields the packed matrices of every block, first to last. windows: calibration token ids (n, T).
+
+        Raises InputError on NaN or Inf in weights or activations, with the block's or the matrix's name.
+        """
+        embedded = None
+        for i in range(len(self.walk)):
+            if not self.has(i):
+                if embedded is None:
+                    embedded = self.walk.embed(windows)
+                x, q = (embedded, embedded) if i == 0 else self._streams(i - 1)
+                packed, x, q = self._block(i, x, q)
+                # Into the slot of the block before last: until the packed block is there, too, this one starts again.
+                self.scratch.put(f"{self.name}-streams-{i % 2}", {"reference": x, "quantized": q})
+                self.keep(i, packed)
+            yield self.kept(i)
+            report(i + 1, len(self.walk))
+
+    def _streams(self, block: int) -> tuple[Tensor, Tensor]:
+        kept = self.scratch.get(f"{self.name}-streams-{block % 2}")
+        return kept["reference"], kept["quantized"]
+
+    def has(self, index: int) -> bool:
+        return self.scratch.has(f"{self.name}-{index}")
+
+    def keep(self, index: int, packed: dict[str, PackedMatrix]) -> None:
+        tensors = {f"{m}.{part}": getattr(p, part) for m, p in packed.items() for part in PARTS}
+        self.scratch.put(f"{self.name}-{index}", tensors)
+
+    def kept(self, index: int) -> dict[str, PackedMatrix]:
+        """The packed matrices of a finished block."""
+        kept, out = self.scratch.get(f"{self.name}-{index}"), {}
+        for m in self.walk.matrices(index):
+            parts = {part: kept[f"{m.name}.{part}"] for part in PARTS}
+            out[m.name] = PackedMatrix(m.rows, m.columns, self.chunk_size, symbols(self.plan(m.name)), **parts)
+        return out
+
+    def _block(self, index: int, x: Tensor, q: Tensor) -> tuple[dict[str, PackedMatrix], Tensor, Tensor]:
+        """The block's matrices, and both streams behind it."""
+        packed, inputs = {}, Inputs(block=index)
+        with self.walk.block(index) as block:
+            target = self._forward(index, block, x, "the reference's")
+            with inputs.watch(block):
+                self._forward(index, block, q, "the quantized model's")
+            inputs.pool_(experts.groups(block))
+            names = {name: f"{self.walk.prefix}.{index}.{name}" for name in linears(block)}
+            if self.config is None:
+                rounded = {name: self._feedback(linears(block)[name], inputs, name, full) for name, full in names.items()}
+            else:
+                rounded = self._reconstruct(index, block, inputs, q, target)
+            for name, full in names.items():
+                packed[full], dense = pack_matrix(rounded[name], self.chunk_size)
+                linears(block)[name].weight = nn.Parameter(dense, requires_grad=False)
+                if not torch.equal(packed[full].dequantize(), dense):
+                    raise AssertionError(f"{full}: unpacking does not give the weights that were packed")
+            return packed, target, self._forward(index, block, q, "the quantized model's")
+
+    def _forward(self, index: int, block: nn.Module, hidden: Tensor, whose: str) -> Tensor:
+        """All windows (n, T, hidden) through a block, on the CPU."""
+        out = []
+        with torch.no_grad(), compute(self.walk.device):
+            for part in hidden.split(FORWARD_WINDOWS):
+                out.append(self.walk.run(index, block, part.to(self.walk.device)).float().cpu())
+                if not bool(torch.isfinite(out[-1]).all()):
+                    raise InputError(f"block {index} puts out NaN or Inf on {whose} activations of the calibration text")
+        return torch.cat(out)
+
+    def _feedback(self, layer: nn.Linear, inputs: Inputs, name: str, full: str) -> list[RoundedUnits]:
+        units, found = round_with_feedback(layer.weight, inputs.mean(name), self.plan(full), self.chunk_size)
+        if found.U is None:
+            self.warn(f"{full}: its input moments cannot be factored; rounded to nearest, without error feedback")
+        elif found.damp > DAMP[0]:
+            self.warn(f"{full}: its input moments took a damping of {found.damp:g} to factor, not {DAMP[0]:g}")
+        return units
+
+    def _reconstruct(
+        self, index: int, block: nn.Module, inputs: Inputs, q: Tensor, target: Tensor
+    ) -> dict[str, list[RoundedUnits]]:
+        assert self.config is not None
+        latents = {}
+        for name, layer in linears(block).items():
+            bits = self.plan(f"{self.walk.prefix}.{index}.{name}")
+            latents[name] = Latent(layer.weight, inputs.mean(name), bits, self.chunk_size)
+            layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # the latent has it
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        batches = self._batches(q, target, self.config.batch, generator)
+        with compute(self.walk.device):
+            reconstruct(block, latents, batches, lambda x: self.walk.run(index, block, x), self.config)
+        return {name: latent.rounded() for name, latent in latents.items()}
+
+    def _batches(self, q: Tensor, target: Tensor, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Windows without replacement, over and over."""
+        while True:
+            for picked in torch.randperm(len(q), generator=generator).split(size):
+                yield q[picked].to(self.walk.device), target[picked].to(self.walk.device)
+
+
+def compute(device: torch.device) -> torch.autocast:
+    """Matrix products in bfloat16 where the machine has them: several times faster, and small beside what rounding does."""
+    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast)

@@ -1,0 +1,154 @@
+"""Block reconstruction: the roundings and scales of a whole decoder block, learned against the block's own output.
+
+After SignRound (arXiv 2309.05516), over mixed plans and our seven grids: every weight may move by about half a step of
+its grid and so be rounded the other way, every scale may move, and both follow the sign of the gradient of
+
+    mean over tokens of || block(x'; Q(W)) - block(x; W) ||^2
+
+with x' the inputs that the blocks already quantized produce and x those of the reference, so that a block also makes
+good what went wrong before it. Rates fall linearly to zero. Rounding is straight-through; scales are computed with as
+they will be stored, in eight bits, at every step. SignRound keeps an offset V beside each weight; here the weight itself
+moves, in units of its step, which is the same and takes half the memory.
+
+Notation, per matrix, a narrower last unit filled up with zeros: w (units, rows, columns of a unit); s (units, rows, 1)
+scales; o = offset / step and d = s step of a unit's grid; y = w / d - o positions on the code axis;
+c = clamp(round(y)) codes; Q(w) = d (c + o).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from windquant import scales
+from windquant.blocks import linears
+from windquant.errors import InputError
+from windquant.grids import GRIDS, Grid
+from windquant.quantize import RoundedUnits, round_units, stacks
+from windquant.units import columns_of
+
+MARGIN = 0.5
+"""Octaves that a unit's stored range of scales reaches beyond the fitted ones, for them to move in."""
+
+
+@dataclass(frozen=True)
+class ReconstructConfig:
+    """steps: signed-gradient steps a block. batch: windows a step. rate: what a weight (in steps of its grid) and a scale
+    (in octaves) move in the first step; None takes 1 / steps, with which they go half a step and half an octave in all."""
+
+    steps: int = 50
+    batch: int = 4
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1:
+            raise InputError(f"steps {self.steps} and batch {self.batch} must be at least 1")
+        if self.rate is not None and not 0 < self.rate <= 1:
+            raise InputError(f"rate {self.rate:g} is not between 0 and 1")
+
+
+class Latent:
+    """What is learned of one matrix (rows, columns) under a plan: w, and the logarithms of its scales."""
+
+    def __init__(self, w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> None:
+        self.grids, self.widths = [GRIDS[b] for b in bits], columns_of(w.shape[1], chunk_size)
+        self.w = self._units(w).contiguous()
+        s = torch.ones(*self.w.shape[:2], 1, device=w.device)
+        for members, units, moments, grid in stacks(w, H, bits, chunk_size):
+            if grid.has_scale:
+                s[members] = scales.fit(units, moments, grid)[0]
+        codes, self.span = scales.to_log8(s, MARGIN)
+        self.alive = codes > 0
+        self.log = torch.where(self.alive, s.squeeze(-1), 1.0).log2()
+        self.step, self.o, self.top = (self._of_grids(f) for f in (lambda g: g.step, _o, lambda g: g.levels - 1))
+        self.exact = self._of_grids(lambda g: not g.has_scale).bool()
+
+    def _units(self, t: Tensor) -> Tensor:
+        """(rows, columns) -> (units, rows, columns of a unit)."""
+        missing = len(self.widths) * self.widths[0] - t.shape[1]
+        return nn.functional.pad(t, (0, missing)).unflatten(1, (len(self.widths), -1)).transpose(0, 1)
+
+    def _of_grids(self, value: Callable[[Grid], float]) -> Tensor:
+        return torch.tensor([float(value(g)) for g in self.grids], device=self.w.device).view(-1, 1, 1)
+
+    def codes_of_scales(self) -> Tensor:
+        """(units, rows) uint8, as `scales.from_log8` reads them."""
+        low, step = self.span.float().unsqueeze(-1).unbind(1)
+        codes = ((self.log - low) / step).round().clamp(0, 254) + 1
+        return torch.where(self.alive, codes, 0).to(torch.uint8)
+
+    def d(self) -> Tensor:
+        return scales.from_log8(self.codes_of_scales(), self.span) * self.step
+
+    def y(self, d: Tensor) -> Tensor:
+        return (self.w / torch.where(d > 0, d, float("inf"))).sub_(self.o)
+
+    def codes(self, y: Tensor) -> Tensor:
+        return y.round().clamp_(torch.zeros_like(self.top), self.top)
+
+    def quantize(self) -> Tensor:
+        """Q(w), (rows, columns), float32."""
+        d = self.d()
+        q = self.codes(self.y(d)).add_(self.o).mul_(d)
+        if self.exact.any():
+            q = torch.where(self.exact, self.w.half().float(), q)
+        return q.transpose(0, 1).flatten(1)[:, : sum(self.widths)]
+
+    def learn_(self, gradient: Tensor, rate: float) -> None:
+        """One step against the sign of the gradient of Q(w), (rows, columns)."""
+        G, d = self._units(gradient.float()), self.d()
+        y = self.y(d)
+        inside = (y >= -0.5) & (y <= self.top + 0.5)
+        # LSQ's gradient of the scale: c + o - w / d inside the grid, its end outside.
+        of_scale = (G * (self.codes(y) + self.o - (y + self.o) * inside)).sum(-1)
+        self.log -= rate * of_scale.sign()
+        self.w.addcmul_((G * inside).sign_(), d.where(~self.exact, 0.0), value=-rate)
+
+    def rounded(self) -> list[RoundedUnits]:
+        """The units as they are stored, left to right."""
+        scale, c, out = self.codes_of_scales(), self.codes(self.y(self.d())), []
+        for u, (grid, width) in enumerate(zip(self.grids, self.widths, strict=True)):
+            if grid.has_scale:
+                values = c[u, None, :, :width].to(torch.uint8)
+                out.append(RoundedUnits(grid, values, scale[u, None], self.span[u, None]))
+            else:
+                out.append(round_units(self.w[u, None, :, :width], self.w[:0], grid.bits))
+        return out
+
+
+def _o(grid: Grid) -> float:
+    return grid.offset / grid.step if grid.has_scale else 0.0
+
+
+def reconstruct(
+    block: nn.Module,
+    latents: dict[str, Latent],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    run: Callable[[Tensor], Tensor],
+    config: ReconstructConfig,
+) -> list[float]:
+    """Learn the latents of a block's linear layers, in place; returns the loss of every step.
+
+    batches: at least `config.steps` pairs (x', block(x; W)), both (windows, T, hidden). run: the block on such inputs.
+    The block's own weights are replaced and must be set afterwards. Raises InputError when the loss is NaN or Inf.
+    """
+    layers, device = linears(block), next(iter(latents.values())).w.device.type
+    rate, losses = config.rate or 1 / config.steps, []
+    # In the dtype of the matrix products, lest autocast converts weights and gradients once more.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    for i, (x, target) in zip(range(config.steps), batches, strict=False):
+        for name, latent in latents.items():
+            layers[name].weight = nn.Parameter(latent.quantize().to(dtype))
+        loss = (run(x).float() - target).square().mean()
+        if not bool(torch.isfinite(loss)):
+            raise InputError(
+                f"the block's output on the calibration text holds NaN or Inf in step {i} of its reconstruction"
+            )
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for name, latent in latents.items():
+            gradient = layers[name].weight.grad
+            if gradient is not None:  # an expert that no token of the batch chose has none
+                latent.learn_(gradient, rate * (1 - i / config.steps))
+    return losses
