@@ -66,6 +66,6 @@ def test_the_card_says_what_the_checkpoint_is(folder, tiny, monkeypatch):
     count = checkpoint.count(folder)
     card.write(folder, plans.Plan(cut(blocks.matrices(tiny), CHUNK), bits, header), count, "feedback", Scores(2.0, None, 77))
     text = (folder / "README.md").read_text()
-    for part in ('base_model: "org/tiny"', "path:t.txt", "import windquant", f"{count.effective_bits:.4f} of the quantized",
+    for part in ('base_model: "org/tiny"', "path:t.txt", "import windquant", "| treatment | feedback |", f"{count.effective_bits:.4f} of the quantized",
                  f"| all | {count.model:,} |", "7.39 a token, on the first 77", "artifacts/runs/quantize.json"):  # fmt: skip
         assert part in text, part

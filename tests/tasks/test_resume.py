@@ -41,10 +41,8 @@ def prepared(tmp_path, tiny_folder, monkeypatch):
     ids = torch.arange(120, dtype=torch.int32).view(4, 30)
     for split in ("calibration", "validation"):
         store.save_tensors(store.path("prepare") / "windows" / f"{split}.safetensors", {"ids": ids})
-    store.save_json(
-        store.path("prepare") / "manifest.json",
-        {"model": "path:model", "model_hash": "0", "text": "path:text", "text_hash": "0"},
-    )
+    manifest = {"model": "path:model", "model_hash": "0", "text": "path:text", "text_hash": "1"}
+    store.save_json(store.path("prepare") / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +97,12 @@ def test_a_plan_for_another_model_is_refused(prepared):
         run("quantize")
 
 
-def test_the_size_dial_keeps_the_whole_file_below_it(prepared, monkeypatch):
+@pytest.mark.parametrize(("kilobytes", "embedding_bits"), [(70, None), (52, 8), (42, 4)])
+def test_the_size_dial_keeps_the_whole_file_below_it(prepared, monkeypatch, kilobytes, embedding_bits):
     for stage in ("calibrate", "sensitivity"):
         shutil.copytree(run(stage), store.path(stage))
-    monkeypatch.setitem(STAGES, "allocate", (allocate.run, AllocateConfig(target_size="70KB")))
+    monkeypatch.setitem(STAGES, "allocate", (allocate.run, AllocateConfig(target_size=f"{kilobytes}KB",
+                                                                               embedding_bits=embedding_bits)))  # fmt: skip
     shutil.copytree(run("allocate"), store.path("allocate"))
     size = (run("quantize") / "lagrangian" / "model.safetensors").stat().st_size
-    assert 0.9 * 70_000 < size <= 70_000
+    assert 900 * kilobytes < size <= 1000 * kilobytes
