@@ -16,7 +16,7 @@ import torch
 from tasks import models, packed, progress, store
 from windquant import checkpoint
 
-PROMPT, DECODED, ROUNDS = 512, 32, 7
+PROMPT, DECODED, ROUNDS = 512, 16, 5
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 
 

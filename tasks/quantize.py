@@ -141,6 +141,7 @@ def _rounding(engine: Engine, report: Report) -> Iterator[dict[str, PackedMatrix
 def _add_rest(writer: checkpoint.Writer, walk: blocks.Walk, plan: plans.Plan) -> dict[str, torch.Tensor]:
     """Store all that is not of the body; returns it as it was stored, float32."""
     bits, dense = plan.header["embedding_bits"], {}
+    walk.model.tie_weights()  # pyright: ignore[reportCallIssue]  # a walk gives its parameters back one by one, untied
     tables = embeddings.matrices(walk.model) if bits else []
     for matrix in tables:
         key = f"{matrix.name}.weight"

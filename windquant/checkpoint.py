@@ -208,10 +208,10 @@ def _salient_counts(found: Iterable[Path], plan: Mapping[str, Entry], chunk_size
     for name, parts in tensors.items():
         try:
             salient = Salient.of(*plan[name][:2], parts)
-        except (InputError, TypeError) as e:  # TypeError: a part is missing
+            assert salient is not None
+            out[name] = salient.counts(chunk_size)
+        except InputError as e:
             raise CheckpointError(f"{name}: {e}; make or copy the checkpoint again") from e
-        assert salient is not None
-        out[name] = salient.counts(chunk_size)
     return out
 
 

@@ -48,5 +48,7 @@ def quantize(w: Tensor, bits: float, chunk_size: int) -> tuple[PackedMatrix, Ten
         parts.append((rounded.packed()[0], rounded.scale[0], rounded.span[0]))
         start += width
     codes, scale, span = zip(*parts, strict=True)
-    return PackedMatrix(*w.shape, chunk_size, GRIDS[bits].symbol * len(parts), torch.cat(codes), torch.stack(scale),
-                        torch.stack(span)), dense  # fmt: skip
+    rows, columns = w.shape
+    symbols = GRIDS[bits].symbol * len(parts)
+    packed = PackedMatrix(rows, columns, chunk_size, symbols, torch.cat(codes), torch.stack(scale), torch.stack(span))
+    return packed, dense

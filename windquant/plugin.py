@@ -22,7 +22,6 @@ from windquant.layers import Packed, PackedEmbedding, PackedLinear, TiedHead
 from windquant.salient import Mode, Protection, protection
 
 
-@register_quantization_config("windquant")
 class WindquantConfig(QuantizationConfigMixin):
     """The `quantization_config` of a checkpoint, see `checkpoint`."""
 
@@ -48,7 +47,6 @@ class WindquantConfig(QuantizationConfigMixin):
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-@register_quantizer("windquant")
 class WindquantQuantizer(HfQuantizer):
     """Puts packed layers in place of the dense ones; their buffers have the names of the checkpoint's tensors."""
 
@@ -67,10 +65,10 @@ class WindquantQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        dtype = dtype or model.dtype
-        restore_layers(model, dtype)
+        wanted = model.dtype if dtype is None else dtype
+        restore_layers(model, wanted)
         for p in model.parameters():  # not buffers: rotary frequencies stay in float32
-            p.data = p.data.to(dtype)
+            p.data = p.data.to(wanted)
         return model
 
     def is_serializable(self) -> bool:
@@ -84,8 +82,9 @@ class WindquantQuantizer(HfQuantizer):
 def replace_layers(model: Any, config: WindquantConfig) -> None:
     """Put an empty packed layer in the place of every matrix that the plan names. Raises CheckpointError when a plan is
     not the model's."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = bool(model.all_tied_weights_keys) and head is not None
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    tied = bool(model.all_tied_weights_keys)
     for name, (rows, columns, symbols) in {**config.plan, **config.embeddings}.items():
         try:
             dense: Any = model.get_submodule(name)
@@ -103,7 +102,7 @@ def replace_layers(model: Any, config: WindquantConfig) -> None:
         except InputError as e:
             raise CheckpointError(f"{name}: {e}; make the checkpoint again") from e
     packed = model.get_input_embeddings()
-    if tied and packed is not embedding:
+    if tied and head is not None and packed is not embedding:
         model.set_output_embeddings(TiedHead(packed, head.bias))
         # Tied by construction; transformers would look for its weight.
         model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
@@ -122,7 +121,7 @@ def restore_layers(model: Any, dtype: torch.dtype) -> None:
         if isinstance(module, PackedEmbedding):
             model.set_submodule(name, _dense(nn.Embedding(1, 1, device="meta"), module, dtype))
         elif isinstance(module, PackedLinear):
-            layer = nn.Linear(1, 1, bias=module.bias is not None, device="meta")
+            layer: Any = nn.Linear(1, 1, bias=module.bias is not None, device="meta")
             layer.bias = module.bias
             model.set_submodule(name, _dense(layer, module, dtype))
     if isinstance(head, TiedHead):
@@ -140,3 +139,8 @@ def _dense(layer: Any, packed: Packed, dtype: torch.dtype) -> nn.Module:
         if name in vars(packed):
             setattr(layer, name, getattr(packed, name))
     return layer
+
+
+# Not as decorators: they hide the classes' own types.
+register_quantization_config("windquant")(WindquantConfig)
+register_quantizer("windquant")(WindquantQuantizer)

@@ -105,9 +105,14 @@ class Salient:
 
     @classmethod
     def of(cls, rows: int, columns: int, tensors: Mapping[str, Tensor]) -> "Salient | None":
-        """From the tensors of a packed matrix; None where none are of SALIENT_PARTS."""
-        found = [tensors[part] for part in SALIENT_PARTS if part in tensors]
-        return cls(rows, columns, *found) if found else None
+        """From the tensors of a packed matrix; None where none are of SALIENT_PARTS. Raises InputError when some are missing
+        or do not fit."""
+        missing = [part for part in SALIENT_PARTS if part not in tensors]
+        if len(missing) == len(SALIENT_PARTS):
+            return None
+        if missing:
+            raise InputError(f"of its salient weights {missing[0]} is missing")
+        return cls(rows, columns, *(tensors[part] for part in SALIENT_PARTS))
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(zip(SALIENT_PARTS, (self.positions, self.codes, self.scale, self.span), strict=True))

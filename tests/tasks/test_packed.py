@@ -66,8 +66,8 @@ def test_the_card_says_what_the_checkpoint_is(folder, tiny, monkeypatch):
               "salient": "none", "salient_share": 0.03}  # fmt: skip
     count = checkpoint.count(folder)
     plan = plans.Plan(cut(blocks.matrices(tiny), CHUNK), bits, header, [0] * len(bits))
-    card.write(folder, plan, count, Scores(2.0, None, 77))
+    card.write(folder, plan, count, "feedback", Scores(2.0, None, 77))
     text = (folder / "README.md").read_text()
-    for part in ('base_model: "org/tiny"', "path:t.txt", "import windquant", f"{count.effective_bits:.4f} of the quantized",
+    for part in ('base_model: "org/tiny"', "path:t.txt", "import windquant", "| treatment | feedback |", f"{count.effective_bits:.4f} of the quantized",
                  f"| all | {count.model:,} |", "7.39 a token, on the first 77", "artifacts/runs/quantize.json"):  # fmt: skip
         assert part in text, part

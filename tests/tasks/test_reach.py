@@ -6,7 +6,10 @@ from tasks.errors import UserError
 from tasks.models import skeleton
 from tasks.reach import other_bytes_by_bits, reach
 from tests.conftest import tiny_config
+from windquant import blocks
 from windquant.allocate import AllocateConfig
+from windquant.salient import Protection, total_size
+from windquant.units import cut
 
 
 @pytest.fixture
@@ -46,6 +49,15 @@ def test_embeddings_of_a_class_of_their_own_are_refused_by_name():
     with pytest.raises(UserError, match="model.embed_tokens is a ScaledEmbedding, which cannot be packed"):
         reach(model, 32, 8)
     assert list(other_bytes_by_bits(model, 32)) == ["null"]
+
+
+@pytest.mark.parametrize("mode", ["weights", "columns"])
+def test_salient_weights_lift_what_can_be_reached(dial, mode):
+    protection = Protection(mode, 0.05)
+    found = reach(skeleton(tiny_config()), 32, protection=protection)
+    extra = 8 * total_size(protection, cut(blocks.matrices(skeleton(tiny_config())), 32)) / dial.body_weights
+    assert found.bits == pytest.approx([b + extra for b in dial.bits])
+    assert found.other_bytes > dial.other_bytes  # four names more a matrix
 
 
 def test_a_size_below_the_embeddings_is_refused(dial):

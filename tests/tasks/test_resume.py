@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tasks import allocate, calibrate, plans, progress, quantize, sensitivity, store
 from tasks.allocate import AllocateConfig
@@ -11,6 +12,7 @@ from tasks.calibrate import CalibrateConfig
 from tasks.config import Common
 from tasks.job import Job
 from tasks.quantize import QuantizeConfig
+from windquant import checkpoint
 from windquant.sensitivity import SensitivityConfig
 
 STAGES = {
@@ -41,16 +43,22 @@ def prepared(tmp_path, tiny_folder, monkeypatch):
     ids = torch.arange(120, dtype=torch.int32).view(4, 30)
     for split in ("calibration", "validation"):
         store.save_tensors(store.path("prepare") / "windows" / f"{split}.safetensors", {"ids": ids})
-    store.save_json(
-        store.path("prepare") / "manifest.json",
-        {"model": "path:model", "model_hash": "0", "text": "path:text", "text_hash": "0"},
-    )
+    manifest = {"model": "path:model", "model_hash": "0", "text": "path:text", "text_hash": "1"}
+    store.save_json(store.path("prepare") / "manifest.json", manifest)
 
 
-@pytest.mark.parametrize(
-    ("stage", "at"), [("calibrate", 2), ("calibrate", 4), ("sensitivity", 1), ("quantize", 1), ("quantize", 3)]
-)
-def test_a_stage_cut_off_goes_on_to_the_same_bytes(prepared, monkeypatch, stage, at):
+def protecting(monkeypatch, salient):
+    """From here on salient weights are kept."""
+    config = SensitivityConfig(chunk_size=32, salient=salient, salient_share=0.05)
+    monkeypatch.setitem(STAGES, "sensitivity", (sensitivity.run, config))
+
+
+@pytest.mark.parametrize(("stage", "at", "salient"), [
+    ("calibrate", 2, "none"), ("calibrate", 4, "none"), ("sensitivity", 1, "none"), ("quantize", 1, "none"),
+    ("quantize", 3, "none"), ("sensitivity", 1, "weights"), ("quantize", 3, "weights"), ("quantize", 1, "columns"),
+])  # fmt: skip
+def test_a_stage_cut_off_goes_on_to_the_same_bytes(prepared, monkeypatch, stage, at, salient):
+    protecting(monkeypatch, salient)
     for earlier in STAGES:
         if earlier == stage:
             break
@@ -76,6 +84,40 @@ def test_a_stage_cut_off_goes_on_to_the_same_bytes(prepared, monkeypatch, stage,
     assert 0 < len(computed) < total  # the rest was taken from the resume state
 
 
+@pytest.mark.parametrize("salient", ["none", "weights", "columns"])
+def test_every_treatment_makes_other_weights_of_the_same_size(prepared, monkeypatch, salient):
+    protecting(monkeypatch, salient)
+    for stage in ("calibrate", "sensitivity", "allocate"):
+        shutil.copytree(run(stage), store.path(stage))
+    made = {}
+    for treatment in ("rounding", "feedback", "reconstruction"):
+        config = QuantizeConfig(treatment, check_tokens=16, steps=4)
+        monkeypatch.setitem(STAGES, "quantize", (quantize.run, config))
+        file = run("quantize", treatment) / "lagrangian" / "model.safetensors"
+        made[store.hash_file(file)] = file.stat().st_size
+        assert f"| treatment | {treatment} |" in (file.parent / "README.md").read_text()
+    assert len(made) == 3 and len(set(made.values())) == 1
+
+
+@pytest.mark.parametrize("treatment", ["rounding", "feedback", "reconstruction"])
+@pytest.mark.parametrize("salient", ["weights", "columns"])
+def test_table_plan_and_checkpoint_agree_on_salient_weights(prepared, monkeypatch, salient, treatment):
+    """Chosen once, by the reference's activations, and paid for out of the target."""
+    protecting(monkeypatch, salient)
+    config = QuantizeConfig(treatment, check_tokens=16, steps=2)
+    monkeypatch.setitem(STAGES, "quantize", (quantize.run, config))
+    for stage in STAGES:
+        shutil.copytree(run(stage), store.path(stage))
+    folder = store.path("quantize") / "lagrangian"
+    plan, counted = plans.load_plan(folder / "plan.parquet"), checkpoint.count(folder)
+    table = plans.load_distortions(store.path("sensitivity") / "table.parquet")
+    assert counted.salient == table.salient_bytes and counted.effective_bits == plan.effective_bits
+    assert 0.97 * 2.75 < counted.effective_bits <= 2.75
+    named = dict(AutoModelForCausalLM.from_pretrained(folder).named_modules())
+    stored = [n for m in dict.fromkeys(u.matrix.name for u in plan.body) for n in named[m].salient.counts(32)]
+    assert plan.salient == table.salient == stored and sum(stored) > 0
+
+
 def test_a_plan_for_another_model_is_refused(prepared):
     for stage in ("calibrate", "sensitivity", "allocate"):
         shutil.copytree(run(stage), store.path(stage))
@@ -88,10 +130,15 @@ def test_a_plan_for_another_model_is_refused(prepared):
         run("quantize")
 
 
-def test_the_size_dial_keeps_the_whole_file_below_it(prepared, monkeypatch):
+@pytest.mark.parametrize(
+    ("kilobytes", "embedding_bits", "salient"), [(70, None, "none"), (52, 8, "none"), (42, 4, "none"), (85, None, "weights")]
+)
+def test_the_size_dial_keeps_the_whole_file_below_it(prepared, monkeypatch, kilobytes, embedding_bits, salient):
+    protecting(monkeypatch, salient)
     for stage in ("calibrate", "sensitivity"):
         shutil.copytree(run(stage), store.path(stage))
-    monkeypatch.setitem(STAGES, "allocate", (allocate.run, AllocateConfig(target_size="70KB")))
+    monkeypatch.setitem(STAGES, "allocate", (allocate.run, AllocateConfig(target_size=f"{kilobytes}KB",
+                                                                               embedding_bits=embedding_bits)))  # fmt: skip
     shutil.copytree(run("allocate"), store.path("allocate"))
     size = (run("quantize") / "lagrangian" / "model.safetensors").stat().st_size
-    assert 0.9 * 70_000 < size <= 70_000
+    assert 900 * kilobytes < size <= 1000 * kilobytes

@@ -8,19 +8,21 @@ import windquant  # noqa: F401  registers the format with transformers
 from tests.conftest import tiny_config
 from windquant import blocks, checkpoint, embeddings
 from windquant.quantize import quantize_matrix
+from windquant.salient import Protection, protect, total_size
 from windquant.units import cut, weights_in
 
 CHUNK = 32
 WIDTHS = (2, 3, 16, 1.58, 1, 4, 8)
 
 
-def save(model, folder, widths=WIDTHS, embedding_bits=None):
+def save(model, folder, widths=WIDTHS, embedding_bits=None, protection=None):
     """A checkpoint of the model with all widths mixed; the model's own weights become what was stored."""
     writer = checkpoint.Writer(folder)
     for i, m in enumerate(blocks.matrices(model)):
         linear = model.get_submodule(m.name)
         bits = [widths[(i + j) % len(widths)] for j in range(-(-m.columns // CHUNK))]
-        packed, dense = quantize_matrix(linear.weight, torch.eye(m.columns), bits, CHUNK)
+        salient = protect(linear.weight, torch.ones(m.columns), protection) if protection else None
+        packed, dense = quantize_matrix(linear.weight, torch.eye(m.columns), bits, CHUNK, salient)
         writer.add_matrix(m.name, packed)
         linear.weight.data.copy_(dense)
     tables = embeddings.matrices(model) if embedding_bits else []
@@ -32,7 +34,7 @@ def save(model, folder, widths=WIDTHS, embedding_bits=None):
     for name, p in checkpoint.others(model, tables).items():
         writer.add(name, checkpoint.store_other(name, p))
         p.data.copy_(checkpoint.store_other(name, p).float())
-    writer.close(model.config.to_dict(), CHUNK)
+    writer.close(model.config.to_dict(), CHUNK, protection)
     return folder
 
 
@@ -84,6 +86,77 @@ def test_the_bytes_beside_the_body_are_bounded(saved):
     folder, model = saved
     counted = checkpoint.count(folder)
     assert counted.model <= counted.body + checkpoint.other_bytes(model) <= counted.model + counted.header
+
+
+@pytest.fixture(params=["weights", "columns"])
+def protected(request, tiny, tmp_path):
+    """As `saved`, 5 % of every matrix in INT8; and how it is protected."""
+    protection = Protection(request.param, 0.05)
+    return save(tiny, tmp_path / "q", protection=protection), tiny, protection
+
+
+def test_salient_bytes_are_those_that_the_shapes_foretell(protected):
+    folder, model, protection = protected
+    counted, body = checkpoint.count(folder), cut(blocks.matrices(model), CHUNK)
+    assert counted.salient == total_size(protection, body)
+    assert counted.model - counted.plan == (folder / "model.safetensors").stat().st_size
+    beside = checkpoint.other_bytes(model, protection=protection)
+    assert counted.model <= counted.body + beside <= counted.model + counted.header
+
+
+def test_the_papers_bits_count_salient_weights_as_eight(tiny, tmp_path):
+    protection = Protection("columns", 0.05)
+    counted = checkpoint.count(save(tiny, tmp_path / "q", widths=(2,), protection=protection))
+    matrices = blocks.matrices(tiny)
+    in_int8 = sum(m.rows * round(0.05 * m.columns) for m in matrices)
+    assert counted.effective_bits_paper == pytest.approx(2 + 6 * in_int8 / sum(m.weights for m in matrices))
+
+
+def test_another_salient_share_is_refused(protected):
+    edit(protected[0], lambda q: q.update(salient_share=0.06))
+    with pytest.raises(checkpoint.CheckpointError, match=r"salient_\w+ has the shape .* in the checkpoint, its config.json"):
+        load(protected[0])
+
+
+def test_salient_weights_that_config_json_does_not_name_are_refused(protected):
+    edit(protected[0], lambda q: q.update(salient="none"))
+    with pytest.raises(checkpoint.CheckpointError, match=r"holds the tensor .*\.salient_codes, which the model has not"):
+        load(protected[0])
+
+
+def test_salient_weights_that_are_missing_are_refused(saved):
+    edit(saved[0], lambda q: q.update(salient="weights", salient_share=0.05))
+    with pytest.raises(checkpoint.CheckpointError, match=r"lacks the tensor .*\.salient_codes"):
+        load(saved[0])
+
+
+@pytest.mark.parametrize("change", [{"salient": "rows"}, {"salient": "weights", "salient_share": 0.5}])
+def test_an_unknown_protection_is_refused(saved, change):
+    edit(saved[0], lambda q: q.update(change))
+    with pytest.raises(checkpoint.CheckpointError, match="salient.* (is unknown|is not between)"):
+        load(saved[0])
+
+
+def rewrite(folder, change):
+    """change: tensors -> the tensors to put in their place."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | change(tensors), folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_salient_range_of_another_type_is_refused(protected):
+    name = "model.layers.0.mlp.up_proj.salient_span"
+    rewrite(protected[0], lambda tensors: {name: tensors[name].float()})
+    with pytest.raises(checkpoint.CheckpointError, match="up_proj.salient_span is stored as F32, not as F16"):
+        load(protected[0])
+
+
+def test_damaged_positions_are_named(protected):
+    name = "model.layers.0.mlp.up_proj.salient_positions"
+    rewrite(protected[0], lambda tensors: {name: torch.zeros_like(tensors[name])})
+    with pytest.raises(checkpoint.CheckpointError, match="up_proj: the positions of salient weights are damaged"):
+        checkpoint.count(protected[0])
 
 
 def edit(folder, change):

@@ -8,6 +8,7 @@ from windquant.engine import Engine
 from windquant.errors import InputError
 from windquant.quantize import quantize_matrix
 from windquant.reconstruct import ReconstructConfig
+from windquant.salient import Protection, protect
 
 CHUNK = 32
 WINDOWS = torch.randint(300, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -15,13 +16,22 @@ MIXED = (2, 3, 1.58)
 RECONSTRUCTION = ReconstructConfig(steps=40, batch=4)
 
 
-def engine(walk, scratch, config, bits=MIXED):
+def unprotected(block, name, w):
+    return None
+
+
+def protecting(mode):
+    return lambda block, name, w: protect(w, torch.ones(w.shape[1]), Protection(mode, 0.05))
+
+
+def engine(walk, scratch, config, bits=MIXED, salient=unprotected):
     widths = {m.name: list(bits)[: -(-m.columns // CHUNK)] for m in matrices(walk.model)}
-    return Engine(walk, lambda name: widths[name], CHUNK, config, 0, scratch, "plan", pytest.fail)
+    return Engine(walk, lambda name: widths[name], CHUNK, config, 0, scratch, "plan", pytest.fail, salient)
 
 
-def run(walk, scratch, config, report=lambda done, total: None):
-    return {n: p for block in engine(walk, scratch, config).run(WINDOWS, report) for n, p in block.items()}
+def run(walk, scratch, config, report=lambda done, total: None, salient=unprotected):
+    blocks = engine(walk, scratch, config, salient=salient).run(WINDOWS, report)
+    return {n: p for block in blocks for n, p in block.items()}
 
 
 def same(a, b):
@@ -34,9 +44,10 @@ def output_error(scratch):
     return float((streams["quantized"] - streams["reference"]).square().mean())
 
 
+@pytest.mark.parametrize("salient", [unprotected, protecting("weights")], ids=["none", "salient"])
 @pytest.mark.parametrize("config", [None, RECONSTRUCTION], ids=["feedback", "reconstruction"])
-def test_a_run_killed_after_any_block_ends_the_same_bit_for_bit(walk, config):
-    whole = run(walk, MemoryScratch(), config)
+def test_a_run_killed_after_any_block_ends_the_same_bit_for_bit(walk, config, salient):
+    whole = run(walk, MemoryScratch(), config, salient=salient)
 
     class Killed(Exception):
         pass
@@ -54,9 +65,28 @@ def test_a_run_killed_after_any_block_ends_the_same_bit_for_bit(walk, config):
         scratch = Dying()
         scratch.last = last
         with pytest.raises(Killed):
-            run(walk, scratch, config)
+            run(walk, scratch, config, salient=salient)
         scratch.last = 10**9
-        assert same(run(walk, scratch, config), whole)
+        assert same(run(walk, scratch, config, salient=salient), whole)
+
+
+@pytest.mark.parametrize("mode", ["weights", "columns"])
+@pytest.mark.parametrize("config", [None, RECONSTRUCTION], ids=["feedback", "reconstruction"])
+def test_salient_weights_are_what_they_were_chosen_to_be(walk, config, mode):
+    packed = run(walk, MemoryScratch(), config, salient=protecting(mode))
+    for name, w in walk.source(lambda n: n.removesuffix(".weight") in packed).items():
+        p, expected = packed[name.removesuffix(".weight")], torch.zeros_like(w)
+        salient = protecting(mode)(0, name, w)
+        salient.place_(expected)
+        assert torch.equal(p.dequantize()[salient.mask()], expected[salient.mask()])
+
+
+def test_protecting_single_weights_brings_the_output_nearer(walk):
+    """At equal widths, that is, at more bytes."""
+    scratches = [MemoryScratch() for _ in range(2)]
+    for scratch, salient in zip(scratches, (unprotected, protecting("weights")), strict=True):
+        run(walk, scratch, RECONSTRUCTION, salient=salient)
+    assert output_error(scratches[1]) < output_error(scratches[0])
 
 
 def test_the_same_seed_gives_the_same_weights(walk):

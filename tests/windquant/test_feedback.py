@@ -5,6 +5,7 @@ from windquant import scales
 from windquant.feedback import DAMP, factor, order, round_with_feedback
 from windquant.grids import GRIDS, decode, encode
 from windquant.quantize import pack_matrix, quantize_matrix
+from windquant.salient import Protection, protect
 
 CHUNK = 16
 MIXED = [2, 1, 16, 1.58, 3, 8, 4, 2]
@@ -119,3 +120,17 @@ def test_moments_with_nan_are_refused():
     H[1, 2] = float("nan")
     with pytest.raises(ValueError, match="moments hold NaN or Inf"):
         factor(H)
+
+
+@pytest.mark.parametrize("mode", ["weights", "columns"])
+@pytest.mark.parametrize("bits", [[2] * 8, MIXED])
+def test_salient_weights_are_constants_whose_error_is_passed_on(mode, bits):
+    """What the other columns can do about the INT8 values is done: the error falls beside rounding to nearest."""
+    w, H = matrix()
+    salient = protect(w, H.diagonal().sqrt(), Protection(mode, 0.05))
+    units, _ = round_with_feedback(w, H, bits, CHUNK, salient)
+    packed, dense = pack_matrix(units, CHUNK, salient)
+    nearest = quantize_matrix(w, H, bits, CHUNK, salient)[1]
+    mask = salient.mask()
+    assert torch.equal(dense[mask], nearest[mask]) and torch.equal(packed.dequantize(), dense)
+    assert error(dense - w, H) < 0.75 * error(nearest - w, H)

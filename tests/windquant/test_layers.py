@@ -7,22 +7,54 @@ import torch.nn.functional as F
 from windquant import embeddings, layers
 from windquant.layers import PackedEmbedding, PackedLinear
 from windquant.quantize import quantize_matrix
+from windquant.salient import Protection, protect
+from windquant.units import Matrix
 
 WIDTHS = (1, 1.58, 2, 3, 4, 8, 16)
+PROTECTIONS = [Protection("weights", 0.03), Protection("columns", 0.03)]
 SHAPES = [(40, 7 * 32 + 19, 32), (37, 7 * 15 + 4, 15), (64, 576, 64)]
 """rows, columns, chunk size: a narrower last unit, rows and chunks that fill no byte and no register, and neither."""
 
 
-def packed_linear(rows, columns, chunk, bits=None, seed=0, bias=False):
+def packed_linear(rows, columns, chunk, bits=None, seed=0, bias=False, protection=None):
     """A layer of the bits given, else of all widths mixed, and its dense weights."""
     generator = torch.Generator().manual_seed(seed)
     units = -(-columns // chunk)
     mixed = [WIDTHS[int(i)] for i in torch.randint(0, 7, (units,), generator=generator)]
     w = torch.randn(rows, columns, generator=generator)
-    packed, dense = quantize_matrix(w, torch.eye(columns), [bits] * units if bits else mixed, chunk)
-    layer = PackedLinear(rows, columns, chunk, packed.symbols, bias).fill(packed)
+    salient = protect(w, torch.ones(columns), protection) if protection else None
+    packed, dense = quantize_matrix(w, torch.eye(columns), [bits] * units if bits else mixed, chunk, salient)
+    layer = PackedLinear(rows, columns, chunk, packed.symbols, bias, protection).fill(packed)
     assert isinstance(layer, PackedLinear) and torch.equal(packed.dequantize(), dense)
     return layer, dense
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_salient_weights_many_tokens_give_it_bit_for_bit(shape, protection):
+    layer, dense = packed_linear(*shape, protection=protection)
+    x = torch.randn(2, layers.FEW, shape[1], generator=torch.Generator().manual_seed(1))
+    assert torch.equal(layer(x), F.linear(x, dense))
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [2, None])
+@pytest.mark.parametrize("tokens", [1, layers.FEW])
+def test_with_salient_weights_few_tokens_give_it_up_to_the_order_of_rounding(shape, bits, tokens, protection):
+    layer, dense = packed_linear(*shape, bits, protection=protection)
+    x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(1))
+    bound = (shape[1] + 2) * torch.finfo(torch.float32).eps * F.linear(x.abs().double(), dense.abs().double())
+    assert ((layer(x).double() - F.linear(x.double(), dense.double())).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+def test_salient_weights_stay_packed(protection):
+    """Nothing lies in memory but what is in the file."""
+    layer, _ = packed_linear(64, 576, 64, protection=protection)
+    layer(torch.randn(1, 576)), layer(torch.randn(layers.FEW + 1, 576))
+    stored = sum(t.nbytes for name, t in layer.named_buffers() if name.startswith("salient"))
+    assert stored == protection.size(Matrix("m", 0, 64, 576))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -44,11 +76,12 @@ def test_few_tokens_give_it_up_to_the_order_of_rounding(shape, bits, tokens):
     assert ((layer(x).double() - F.linear(x.double(), dense.double())).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("protection", [None, *PROTECTIONS])
 @pytest.mark.parametrize("tokens", [1, layers.FEW + 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_within_its_own_rounding(dtype, tokens):
+def test_half_precision_is_within_its_own_rounding(dtype, tokens, protection):
     """Weights, each unit's sum and the output are rounded once: at most three eps of sum |w x|."""
-    layer, dense = packed_linear(64, 576, 64)
+    layer, dense = packed_linear(64, 576, 64, protection=protection)
     x = torch.randn(tokens, 576, generator=torch.Generator().manual_seed(1)).to(dtype)
     exact, size = F.linear(x.double(), dense.double()), F.linear(x.double().abs(), dense.double().abs())
     assert layer(x).dtype == dtype
@@ -68,8 +101,9 @@ def test_a_bias_is_added(tokens):
 @pytest.mark.parametrize(
     "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.float(), lambda m: m.double()]
 )
-def test_a_cast_leaves_what_is_stored(cast):
-    layer, dense = packed_linear(40, 96, 32, bias=True)
+@pytest.mark.parametrize("protection", [None, *PROTECTIONS])
+def test_a_cast_leaves_what_is_stored(cast, protection):
+    layer, dense = packed_linear(40, 96, 32, bias=True, protection=protection)
     stored = {k: v.clone() for k, v in layer.state_dict().items() if k != "bias"}
     there_and_back = cast(copy.deepcopy(layer)).to(torch.float32)
     found = there_and_back.state_dict()

@@ -10,6 +10,7 @@ from tests.windquant.test_checkpoint import save
 from windquant import checkpoint
 from windquant.layers import PackedLinear
 from windquant.plugin import WindquantConfig
+from windquant.salient import Protection
 
 IDS = torch.arange(30)[None]
 
@@ -18,13 +19,17 @@ def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32} | options)
 
 
-@pytest.fixture(params=[(True, None), (False, None), (True, 8), (False, 8), (True, 4)], ids=str)
+CASES = [(True, None, None), (False, None, None), (True, 8, None), (False, 8, None), (True, 4, None),
+         (True, 8, Protection("weights", 0.05)), (True, 8, Protection("columns", 0.05))]  # fmt: skip
+
+
+@pytest.fixture(params=CASES, ids=str)
 def case(request, tmp_path):
-    """A packed checkpoint, and the same weights in memory: head tied or not, embeddings packed or not."""
-    tied, bits = request.param
+    """A packed checkpoint, and the same weights in memory: head tied or not, embeddings packed or not, salient weights."""
+    tied, bits, protection = request.param
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(tie_word_embeddings=tied)).eval()
-    return save(model, tmp_path / "q", embedding_bits=bits), model
+    return save(model, tmp_path / "q", embedding_bits=bits, protection=protection), model
 
 
 @torch.inference_mode()
@@ -74,7 +79,7 @@ def test_it_generates(case):
 def test_a_cast_of_the_model_leaves_the_packed_tensors(case):
     loaded = load(case[0]).to(torch.bfloat16)
     assert loaded(IDS).logits.dtype == torch.bfloat16
-    assert all(b.dtype == torch.float16 for name, b in loaded.named_buffers() if name.endswith(".span"))
+    assert all(b.dtype == torch.float16 for name, b in loaded.named_buffers() if name.endswith("span"))
     with pytest.raises(ValueError, match="not supported for quantized model"):
         loaded.half()
 

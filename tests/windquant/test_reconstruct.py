@@ -6,6 +6,7 @@ from torch import nn
 
 from windquant.quantize import pack_matrix
 from windquant.reconstruct import Latent, ReconstructConfig, reconstruct
+from windquant.salient import Protection, protect
 
 CHUNK = 16
 MIXED = [2, 1, 16, 1.58, 3, 8, 4, 2]
@@ -115,3 +116,28 @@ def test_a_loss_that_is_not_a_number_stops_it():
 def test_settings_out_of_range_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         ReconstructConfig(**given)
+
+
+@pytest.mark.parametrize("mode", ["weights", "columns"])
+def test_salient_weights_are_held_and_stored_bit_for_bit(mode):
+    w, H = matrix()
+    salient = protect(w, torch.ones(120), Protection(mode, 0.05))
+    latent = Latent(w, H, MIXED, CHUNK, salient)
+    first, mask = latent.quantize(), salient.mask()
+    for seed in range(5):
+        latent.learn_(torch.randn(w.shape, generator=torch.Generator().manual_seed(seed)), 0.2)
+    computed = latent.quantize()
+    packed, dense = pack_matrix(latent.rounded(), CHUNK, salient)
+    assert torch.equal(computed[mask], first[mask]) and not torch.equal(computed, first)
+    assert torch.equal(dense, computed) and torch.equal(packed.dequantize(), computed)
+
+
+def test_a_scale_does_not_follow_salient_weights():
+    w = torch.full((1, 16), 0.3)
+    w[0, 3] = 5.0
+    latent = Latent(w, torch.eye(16), [2], 16, protect(w, torch.ones(16), Protection("weights", 0.05)))
+    before = latent.log.clone()
+    gradient = torch.zeros(1, 16)
+    gradient[0, 3] = -1.0
+    latent.learn_(gradient, 0.1)
+    assert torch.equal(latent.log, before)

@@ -30,6 +30,18 @@ def test_a_budget_buys_no_more_than_its_bits():
         assert effective_bits(budget_bytes(target, BODY), weights_in(BODY)) <= target
 
 
+def test_what_salient_weights_take_is_not_there_to_spend():
+    assert budget_bytes(3, BODY, 100) == budget_bytes(3, BODY) - 100
+    low, high = bits_range(BODY)
+    extra = effective_bits(100, weights_in(BODY))
+    assert bits_range(BODY, 100) == pytest.approx((low + extra, high + extra))
+
+
+def test_salient_weights_that_leave_too_little_are_refused():
+    with pytest.raises(ValueError, match="target_bits 3 is out of reach.*scales and salient weights counted"):
+        budget_bytes(3, BODY, 800)
+
+
 @pytest.mark.parametrize("target", [0.9, 17.0])
 def test_a_target_out_of_reach_names_floor_and_ceiling(target):
     floor, ceiling = bits_range(BODY)
