@@ -153,7 +153,17 @@ def _batch(window: Tensor) -> dict[str, Tensor]:
     return {"input_ids": window[None], "attention_mask": torch.ones_like(window[None])}
 
 
-class Memory(dict[str, dict[str, Tensor]]):
+class Memory:
     """A scratch store that keeps nothing after the process."""
 
-    has, get, put = dict.__contains__, dict.__getitem__, dict.__setitem__  # pyright: ignore
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[str, Tensor]] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self._kept
+
+    def get(self, name: str) -> dict[str, Tensor]:
+        return self._kept[name]
+
+    def put(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self._kept[name] = tensors

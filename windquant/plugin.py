@@ -38,7 +38,8 @@ class WindquantConfig(QuantizationConfigMixin):
         checkpoint.check_version(version)
         self.quant_method, self.version, self.chunk_size = quant_method, version, chunk_size  # pyright: ignore[reportAttributeAccessIssue]
         self.plan, self.embeddings = dict(plan or {}), dict(embeddings or {})
-        self.salient, self.salient_share = salient, salient_share
+        self.salient: Mode = salient
+        self.salient_share = salient_share
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -98,7 +99,7 @@ def replace_layers(model: Any, config: WindquantConfig) -> None:
             )
         try:
             protected = protection(config.salient, config.salient_share) if name in config.plan else None
-            model.set_submodule(name, _packed(dense, config.chunk_size, symbols, protected))
+            model.set_submodule(name, _packed(dense, rows, columns, config.chunk_size, symbols, protected))
         except InputError as e:
             raise CheckpointError(f"{name}: {e}; make the checkpoint again") from e
     packed = model.get_input_embeddings()
@@ -108,10 +109,12 @@ def replace_layers(model: Any, config: WindquantConfig) -> None:
         model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
 
 
-def _packed(dense: Any, chunk_size: int, symbols: str, protected: Protection | None) -> Packed:
+def _packed(
+    dense: nn.Module, rows: int, columns: int, chunk_size: int, symbols: str, protected: Protection | None
+) -> Packed:
     if isinstance(dense, nn.Embedding):
-        return PackedEmbedding(*dense.weight.shape, chunk_size, symbols)
-    return PackedLinear(*dense.weight.shape, chunk_size, symbols, dense.bias is not None, protected)
+        return PackedEmbedding(rows, columns, chunk_size, symbols)
+    return PackedLinear(rows, columns, chunk_size, symbols, dense.bias is not None, protected)
 
 
 def restore_layers(model: Any, dtype: torch.dtype) -> None:

@@ -158,8 +158,9 @@ def stacks(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient
     for b, columns in dict.fromkeys(pairs):
         members = [i for i, pair in enumerate(pairs) if pair == (b, columns)]
         slices = [slice(i * chunk_size, i * chunk_size + columns) for i in members]
-        parts = [None if t is None else torch.stack([t[:, c] for c in slices]) for t in (w, free)]
-        yield Stack(members, parts[0], torch.stack([H[c, c] for c in slices]), GRIDS[b], parts[1])
+        own = None if free is None else torch.stack([free[:, c] for c in slices])
+        units, moments = torch.stack([w[:, c] for c in slices]), torch.stack([H[c, c] for c in slices])
+        yield Stack(members, units, moments, GRIDS[b], own)
 
 
 def quantize_matrix(

@@ -180,7 +180,7 @@ def protect(w: Tensor, a: Tensor, protection: Protection) -> Salient:
     scale, span = scales.to_log8(top[None, :, None] / TOP)
     s = scales.from_log8(scale, span)[0]
     codes = encode(chosen, s if by_column else s[row, 0], INT8)
-    return Salient(*w.shape, positions.encode(index, len(score)), codes, scale, span)
+    return Salient(w.shape[0], w.shape[1], positions.encode(index, len(score)), codes, scale, span)
 
 
 def _largest(score: Tensor, n: int) -> Tensor:

@@ -14,6 +14,7 @@ kappa is a constant measured once, on SmolLM2-135M at 2.25 effective bits (bench
 the lagrangian plan 5.706, 5.650, 5.617 at kappa 0, 5, 15; at 8 the predicted total also comes close to the true one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,9 +83,8 @@ def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int, salient: Salie
         columns = []
         wHw = quadratic(units, moments).clamp_min(torch.finfo(torch.float32).tiny)
         for bits in WIDTHS:
-            free, values = held
-            q = round_units(units, moments, bits, free).weights()
-            e = units - (q if free is None else torch.where(free, q, values))
+            q = round_units(units, moments, bits, held[0] if held else None).weights()
+            e = units - (torch.where(held[0], q, held[1]) if held else q)
             eHe, eHw = quadratic(e, moments), torch.einsum("urc,urc->ur", e @ moments, units)
             error = eHe.clamp_min(0) + KAPPA * eHw.square() / wHw
             columns.append(0.5 * (error.double() @ g.double()))
@@ -95,12 +95,10 @@ def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int, salient: Salie
     return table
 
 
-def _split_held(
-    w: Tensor, chunk_size: int, salient: Salient | None
-) -> list[tuple[Tensor, Tensor]] | list[tuple[None, None]]:
+def _split_held(w: Tensor, chunk_size: int, salient: Salient | None) -> Sequence[tuple[Tensor, Tensor] | None]:
     """As `split`: which weights are rounded, and the values of those that are not; None: all are."""
     if salient is None:
-        return [(None, None)] * len(split(w, chunk_size))
+        return [None] * len(split(w, chunk_size))
     values = torch.zeros(w.shape, device=w.device)
     salient.place_(values)
     return list(zip(split(~salient.mask(), chunk_size), split(values, chunk_size), strict=True))
