@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks import lastword
-from tasks.errors import UserError
+from tasks.errors import UserError, first_line
 
 FIELDS = {
     "arc_easy": ("question", "choices", "answerKey"),
@@ -110,7 +110,7 @@ def evaluate(model: Any, tokenizer: Any, names: list[str], *, data_dir: Path, ar
                 log_samples=False, bootstrap_iters=1000, verbosity="ERROR",
             )  # fmt: skip
         except (KeyError, ConnectionError, OSError) as e:
-            raise UserError(f"lm-eval could not run {', '.join(names)}: {str(e).splitlines()[0]}; is the name right and the "
+            raise UserError(f"lm-eval could not run {', '.join(names)}: {first_line(e)}; is the name right and the "
                             f"hub reachable? Else put the data into benchmark.data_dir") from e  # fmt: skip
     out = {}
     for name, task in zip(names, asked, strict=True):

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tasks.errors import UserError
+from tasks.errors import UserError, first_line
 from windquant import experts
 from windquant.blocks import Walk, WeightSource
 
@@ -140,7 +140,3 @@ def quiet() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-
-
-def first_line(e: BaseException) -> str:
-    return (str(e).strip() or type(e).__name__).splitlines()[0]

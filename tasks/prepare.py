@@ -4,7 +4,6 @@ Out: model/ (safetensors, tokenizer), text/<split>.parquet, windows/<split>.safe
 """
 
 import logging
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from tasks import models, preflight, sources, store, text
 from tasks.config import by_effort
-from tasks.errors import UserError
+from tasks.errors import UserError, first_line
 from tasks.job import Job, Record
 from windquant import blocks, experts
 
@@ -50,7 +49,7 @@ def run(config: PrepareConfig, job: Job) -> Record:
     kind, rest = sources.scheme(config.model)
     sources.scheme(config.text)
     models.quiet()
-    cache = Path(os.environ.get("DVC_ROOT") or ".") / ".state/sources"  # one for all copies of the project
+    cache = store.home() / ".state/sources"  # one for all copies of the project
     file = {"hf": sources.hf_model, "path": sources.local, "pypi": lambda r: sources.pypi(r, cache)}[kind](rest)
     tokenizer, model_config = _check_model(file)
     skeleton = models.skeleton(model_config)
@@ -104,7 +103,7 @@ def _check_model(file: Path) -> tuple[Any, Any]:
             model_config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except Exception as e:  # the reader's errors on damaged files are of many kinds
-            raise UserError(f"{file} cannot be read as GGUF: {models.first_line(e)}; copy the file again") from e
+            raise UserError(f"{file} cannot be read as GGUF: {first_line(e)}; copy the file again") from e
     else:
         raise UserError(f"{file} is no model: give a folder with config.json and safetensors, or a .gguf file")
     if len(tokenizer) > model_config.get_text_config().vocab_size:
@@ -141,8 +140,7 @@ def _try_walk(job: Job) -> None:
     except (TypeError, IndexError, AttributeError, RuntimeError) as e:
         kind = models.config(job.out / "model").model_type
         raise UserError(
-            f"model_type '{kind}' cannot be run block by block ({models.first_line(e)}); "
-            f"LLaMA-like models of transformers can"
+            f"model_type '{kind}' cannot be run block by block ({first_line(e)}); LLaMA-like models of transformers can"
         ) from e
 
 

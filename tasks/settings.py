@@ -15,7 +15,7 @@ from tasks.benchmark import BenchmarkConfig
 from tasks.calibrate import CalibrateConfig
 from tasks.compare import CompareConfig
 from tasks.config import Common, resolve
-from tasks.errors import UserError
+from tasks.errors import UserError, first_line
 from tasks.prepare import PrepareConfig
 from tasks.quantize import QuantizeConfig
 from tasks.sensitivity import SensitivityConfig
@@ -59,7 +59,7 @@ def load(file: Path = Path("params.yaml")) -> Params:
     except YAMLError as e:
         problem, mark = getattr(e, "problem", None), getattr(e, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{file}{where} is not YAML: {problem or str(e).splitlines()[0]}") from e
+        raise UserError(f"{file}{where} is not YAML: {problem or first_line(e)}") from e
     return parse(data or {}, file.name)
 
 

@@ -15,8 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tasks.errors import UserError
-from tasks.models import first_line
+from tasks.errors import UserError, first_line
 from tasks.store import hash_file
 
 log = logging.getLogger("windquant")

@@ -21,6 +21,11 @@ from torch import Tensor
 from tasks.errors import UserError
 
 
+def home() -> Path:
+    """The project's own folder: `dvc exp run --temp` runs stages in a copy of it."""
+    return Path(os.environ.get("DVC_ROOT") or ".").resolve()
+
+
 def path(stage: str) -> Path:
     """The folder of a stage's artifacts, relative to the project (a stage runs in the project's root)."""
     return Path("artifacts") / stage

@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor
 
-from tasks import models, progress
-from tasks.errors import UserError
+from tasks import progress
+from tasks.errors import UserError, first_line
 
 SPLITS = {"test": 0.1, "validation": 0.1, "calibration": 0.2, "train": 0.6}
 """Share of the characters; calibration and train follow test and validation, which must exist in any case."""
@@ -103,7 +103,7 @@ def local_articles(path: Path) -> list[dict[str, str]]:
             elif kind == ".txt":
                 articles.append({"title": file.stem, "text": file.read_text(encoding="utf-8")})
         except Exception as e:  # every format has errors of its own
-            cause = models.first_line(e.__cause__ or e)
+            cause = first_line(e.__cause__ or e)
             raise UserError(f"{file} cannot be read as {kind} text (UTF-8): {cause}; mend the file or take it away") from e
     articles = [a for a in articles if a["text"].strip()]
     if not articles:
@@ -120,7 +120,7 @@ def hub_articles(rest: str) -> dict[str, list[dict[str, str]]]:
     try:
         found = datasets.load_dataset(repo, subset or None, revision=revision or None)
     except Exception as e:  # the hub's errors share no base class with the network's
-        raise UserError(f"the text hf:{rest} could not be fetched: {str(e).splitlines()[0]}; is the hub reachable and the "
+        raise UserError(f"the text hf:{rest} could not be fetched: {first_line(e)}; is the hub reachable and the "
                         f"name right (hf:<repo id>:<config>)?") from e  # fmt: skip
     return {str(split): _frame(rows) for split, rows in found.items()}
 

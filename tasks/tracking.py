@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from filelock import FileLock
 
-from tasks.errors import UserError
+from tasks import store
+from tasks.errors import UserError, first_line
 from tasks.job import Record
 
 if TYPE_CHECKING:
@@ -31,12 +32,8 @@ PARENT = "WINDQUANT_PARENT_RUN"
 """Environment variable with the id of the pipeline's run, under which a stage nests its own."""
 
 
-def home() -> Path:
-    return Path(os.environ.get("DVC_ROOT") or ".").resolve()
-
-
 def uri() -> str:
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlruns' / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store.home() / 'mlruns' / 'mlflow.db'}"
 
 
 def client() -> tuple["MlflowClient", str]:
@@ -48,7 +45,7 @@ def client() -> tuple["MlflowClient", str]:
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
-    folder = home() / "mlruns"
+    folder = store.home() / "mlruns"
     folder.mkdir(exist_ok=True)
     try:
         with FileLock(folder / ".lock"):
@@ -58,7 +55,7 @@ def client() -> tuple["MlflowClient", str]:
                 return found, experiment.experiment_id
             return found, found.create_experiment(EXPERIMENT, artifact_location=(folder / "artifacts").as_uri())
     except MlflowException as e:
-        raise UserError(f"MLflow cannot record at {uri()}: {str(e).splitlines()[0]}; correct MLFLOW_TRACKING_URI") from e
+        raise UserError(f"MLflow cannot record at {uri()}: {first_line(e)}; correct MLFLOW_TRACKING_URI") from e
 
 
 @dataclass
@@ -173,7 +170,7 @@ def children_of(run_id: str) -> dict[str, dict[str, float]]:
 def summarise(opened: Run, states: dict[str, str]) -> None:
     """The pipeline's run: the plan's headline metrics and pictures, what each stage did, the runs that made the
     artifacts, and the hours that *this* pipeline run spent."""
-    from tasks import settings, store
+    from tasks import settings
 
     params = settings.load()
     spent = dict.fromkeys(("cpu_hours", "gpu_hours", "wall_seconds"), 0.0)

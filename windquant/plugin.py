@@ -15,7 +15,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from windquant import checkpoint
+from windquant import checkpoint, experts
 from windquant.checkpoint import CheckpointError, Entry
 from windquant.errors import InputError
 from windquant.layers import Packed, PackedEmbedding, PackedLinear, TiedHead
@@ -59,6 +59,7 @@ class WindquantQuantizer(HfQuantizer):
     ) -> Any:
         if not checkpoint_files or not all(f.endswith(".safetensors") for f in checkpoint_files):
             raise CheckpointError("a packed checkpoint is read from safetensors only; this folder holds other weight files")
+        experts.unfuse_(model)  # the plan names every expert's matrices
         replace_layers(model, self.quantization_config)
         tied = dict(model.all_tied_weights_keys)
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}

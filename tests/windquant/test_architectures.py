@@ -1,9 +1,9 @@
-"""Every architecture goes the whole way, none by a file of its own."""
+"""Every architecture goes the whole way and comes back through transformers, none by a file of its own."""
 
 import pytest
 import torch
 
-from tasks.models import skeleton
+from tasks import packed as packed_models
 from tests.conftest import ARCHITECTURES, MemoryScratch, architecture, taken_apart, walk_of
 from windquant import blocks, checkpoint
 from windquant.calibrate import calibrate
@@ -31,5 +31,9 @@ def test_the_loaded_checkpoint_gives_the_logits_of_the_quantized_model(name, tmp
         writer.add(other, checkpoint.store_other(other, p))
         p.copy_(checkpoint.store_other(other, p).float())
     writer.close(model.config.to_dict(), CHUNK)
-    loaded = checkpoint.load(tmp_path, skeleton(model.config), torch.device("cpu"))
+    loaded = packed_models.load(tmp_path, torch.device("cpu"))
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    again = packed_models.load(tmp_path / "again", torch.device("cpu"))
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert again.generate(IDS[:, :5], max_new_tokens=3, do_sample=False).shape == (2, 8)
