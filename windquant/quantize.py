@@ -20,6 +20,10 @@ PARTS = {"codes": "U8", "scale": "U8", "span": "F16"}
 """The tensors of a packed matrix, and their dtypes in a safetensors header."""
 
 
+PIECE = 1 << 19
+"""Weights to work on at once: what is made on the way of them stays in the caches, and small beside a block."""
+
+
 @dataclass(frozen=True)
 class RoundedUnits:
     """A stack of units at one width. values: codes uint8, or float16 weights at 16 bits, (units, rows, columns)."""
@@ -123,14 +127,20 @@ class PackedMatrix:
         return w
 
 
+def together(weights: int) -> int:
+    """How many units of so many weights to work on at once."""
+    return max(1, PIECE // weights)
+
+
 def stacks(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> Iterator[tuple[list[int], Tensor, Tensor, Grid]]:
     """The units of a matrix (rows, columns) that can be worked on together, being of one width and shape: their places,
-    weights (units, rows, columns of a unit) and moments (units, columns, columns)."""
+    weights (units, rows, columns of a unit) and moments (units, columns, columns); few enough for caches."""
     pairs = list(zip(bits, columns_of(w.shape[1], chunk_size), strict=True))
     for b, columns in dict.fromkeys(pairs):
-        members = [i for i, pair in enumerate(pairs) if pair == (b, columns)]
-        slices = [slice(i * chunk_size, i * chunk_size + columns) for i in members]
-        yield members, torch.stack([w[:, c] for c in slices]), torch.stack([H[c, c] for c in slices]), GRIDS[b]
+        places = torch.tensor([i for i, pair in enumerate(pairs) if pair == (b, columns)])
+        for members in places.split(together(len(w) * columns)):
+            slices = [slice(i * chunk_size, i * chunk_size + columns) for i in members.tolist()]
+            yield members.tolist(), torch.stack([w[:, c] for c in slices]), torch.stack([H[c, c] for c in slices]), GRIDS[b]
 
 
 def quantize_matrix(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int) -> tuple[PackedMatrix, Tensor]:
