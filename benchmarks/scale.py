@@ -143,9 +143,21 @@ def _rows(shape: Shape, seed: int, found: dict[str, dict[str, float]]) -> list[d
     return [*rows, whole | held | predicted | {"ratio": whole["peak_gib"] / held["bound_gib"]}]
 
 
-def formula(shape: Shape) -> dict[str, float]:
-    """Phase -> bytes at its peak."""
-    return {"embed": 6 * shape.embeddings}
+FORMULA = """\
+    embed 4 E + 2 E   the embeddings, and the pages of their file
+    fit   4 B + 4 S + 4 M + P + K   the block, its moments, a latent beside its matrix
+    steps 4 B + 2 B + 6 M + P + K   latents, bfloat16 weights (4 B where the CPU has no bfloat16), a gradient
+    pack  4 B + 9 M + K   the block again, a matrix as codes and twice as weights
+E, B, M: weights of the embeddings, a block, its largest matrix; S: squared widths of its four inputs; P = 32 max(2^19, rows
+of a unit x its columns): eight float32 pieces; K = max(B, 32 MB): the shard being filled. Beside it activations, 12 bytes x
+hidden x tokens of calibration for the streams, and the graph of a step's windows in one block"""
+
+
+def formula(shape: Shape) -> dict[str, int]:
+    """Phase -> bytes at its peak: FORMULA."""
+    B, E, M, S = shape.block, shape.embeddings, shape.largest, 3 * shape.hidden**2 + shape.inner**2
+    P, K = 32 * max(1 << 19, shape.inner * CHUNK), min(max(B, 32_000_000), 9 * shape.layers * B // 32)
+    return {"embed": 6 * E, "fit": 4 * (B + S + M) + P + K, "steps": 6 * (B + M) + P + K, "pack": 4 * B + 9 * M + K}
 
 
 def _notes(rows: list[dict[str, Any]], totals: list[tuple[Shape, float]]) -> list[str]:
@@ -157,4 +169,14 @@ def _notes(rows: list[dict[str, Any]], totals: list[tuple[Shape, float]]) -> lis
     y = torch.tensor([math.log(seconds) for _, seconds in totals])
     slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
     notes.append(f"seconds grow as parameters to the power of {slope:.3f} (1: linearly)")
+    notes.append(f"peak bytes, the largest of\n{FORMULA}")
+    for shape in (*MEASURED, *LARGER):
+        phases = formula(shape)
+        peak, phase = max(phases.values()), max(phases, key=lambda name: phases[name])
+        blocks = max(n for name, n in phases.items() if name != "embed")
+        notes.append(
+            f"{shape.name}: block {4 * shape.block / GIB:.3f} GiB, embeddings {4 * shape.embeddings / GIB:.3f}, bound "
+            f"{shape.bound / GIB:.3f}; by the formula {peak / GIB:.3f} ({phase}), {peak / shape.bound:.2f} of it; without the "
+            f"embeddings {blocks / GIB:.3f}, {blocks / 4 / shape.block:.2f} blocks"
+        )
     return notes

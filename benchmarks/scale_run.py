@@ -6,7 +6,6 @@ small model goes the whole way first: what that leaves in the process (code, thr
 model, and is the baseline that peaks are counted from.
 """
 
-import ctypes
 import itertools
 import json
 import os
@@ -21,12 +20,12 @@ from typing import Any
 import torch
 
 from tasks import models, store
-from windquant import blocks, checkpoint, engine
+from windquant import blocks, checkpoint, engine, memory
 from windquant.calibrate import Inputs
 from windquant.quantize import PackedMatrix
 from windquant.reconstruct import Latent, ReconstructConfig
 
-WINDOWS, TOKENS, STEPS, BATCH, CHUNK = 8, 32, 4, 4, 256
+WINDOWS, TOKENS, STEPS, BATCH, CHUNK = 8, 32, 2, 4, 256
 WIDTHS = (2, 3, 2, 2)
 
 
@@ -42,7 +41,7 @@ class Meter:
 
     def reset(self) -> None:
         """Start anew, from what is resident now; the C library first gives back what it only keeps for later."""
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        memory.trim()
         self.seconds.clear()
         self.peak.clear()
         self._restart()
@@ -112,17 +111,17 @@ def quantize(source: Path, out: Path) -> None:
     vocabulary = models.config(source).vocab_size
     windows = torch.randint(vocabulary, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(0))
     made = engine.Engine(walk, plan, CHUNK, ReconstructConfig(STEPS, BATCH), 0, store.Scratch(source.name, ""), "plan", print)
-    writer = checkpoint.Writer(out)
+    writer = checkpoint.Writer(out, checkpoint.shard_bytes(walk.model))
     for block in made.run(windows, lambda done, total: None):
         for name, packed in block.items():
             writer.add_matrix(name, packed)
-    rest = checkpoint.others(walk.model)
-    for name, tensor in walk.source(lambda n: n in rest).items():
-        writer.add(name, checkpoint.store_other(name, tensor))
+    for name in checkpoint.others(walk.model).keys() & models.shards(source).keys():  # the head is tied
+        writer.add(name, checkpoint.store_other(name, walk.source(lambda n, name=name: n == name)[name]))
     writer.close(models.config(source).to_dict(), CHUNK)
 
 
 def main(folder: str, small: str, model: str) -> None:
+    memory.return_large()  # as `python -m tasks` does
     os.chdir(folder)  # the scratch store lies in the working directory
     meter = Meter()
     for owner, name, phase in PHASES:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windquant import experts
+from windquant import experts, memory
 from windquant.blocks import Walk, linears
 from windquant.calibrate import Inputs, Report, Scratch
 from windquant.errors import InputError
@@ -61,6 +61,7 @@ class Engine:
         # Into the slot of the block before last: until the packed block is there, too, this one starts again.
         self.scratch.put(f"{self.name}-streams-{index % 2}", {"reference": x, "quantized": q})
         self.keep(index, packed)
+        memory.trim()
 
     def _streams(self, block: int) -> tuple[Tensor, Tensor]:
         kept = self.scratch.get(f"{self.name}-streams-{block % 2}")

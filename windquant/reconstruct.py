@@ -69,7 +69,8 @@ class Latent:
     def _units(self, t: Tensor) -> Tensor:
         """(rows, columns) -> (units, rows, columns of a unit)."""
         missing = len(self.widths) * self.width - t.shape[1]
-        return nn.functional.pad(t, (0, missing)).unflatten(1, (len(self.widths), -1)).transpose(0, 1)
+        t = nn.functional.pad(t, (0, missing)) if missing else t  # which copies
+        return t.unflatten(1, (len(self.widths), -1)).transpose(0, 1)
 
     def _of_grids(self, value: Callable[[Grid], float]) -> Tensor:
         return torch.tensor([float(value(g)) for g in self.grids], device=self.w.device).view(-1, 1, 1)
