@@ -29,7 +29,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Shape:
-    """A LLaMA: hidden width, width of the MLP, blocks, width of keys and values, vocabulary; tied: one table for both ends."""
+    """A LLaMA: widths of the stream, of the MLP, of the keys, blocks, vocabulary; tied: one table for both ends."""
 
     name: str
     hidden: int
@@ -61,14 +61,12 @@ class Shape:
         """Bytes that the peak must stay within."""
         return 4 * (3 * self.block + self.embeddings)
 
-    def config(self) -> Any:
-        from transformers import LlamaConfig
-
-        return LlamaConfig(
-            hidden_size=self.hidden, intermediate_size=self.inner, num_hidden_layers=self.layers,
-            num_attention_heads=self.hidden // 64, num_key_value_heads=self.keys // 64, vocab_size=self.vocabulary,
-            max_position_embeddings=2048, tie_word_embeddings=self.tied, architectures=["LlamaForCausalLM"],
-        )  # fmt: skip
+    def config(self) -> dict[str, Any]:
+        return {
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": self.hidden,
+            "intermediate_size": self.inner, "num_hidden_layers": self.layers, "num_attention_heads": self.hidden // 64,
+            "num_key_value_heads": self.keys // 64, "vocab_size": self.vocabulary, "tie_word_embeddings": self.tied,
+        }  # fmt: skip
 
 
 WARM = Shape("warm", 256, 512, 2, 128, 512)
@@ -106,12 +104,10 @@ def _measure(shape: Shape, seed: int) -> dict[str, dict[str, float]]:
 
 def make(shape: Shape, folder: Path, generator: torch.Generator) -> None:
     """A checkpoint of random weights in bfloat16, a block a shard; one block is in memory at a time."""
-    folder.mkdir(parents=True)
-    config = shape.config()
-    config.save_pretrained(folder)
+    store.save_json(folder / "config.json", shape.config())
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, config.initializer_range, generator=generator)
+        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
 
     one, h = torch.ones(shape.hidden, dtype=torch.bfloat16), shape.hidden
     where: dict[str, str] = {}
@@ -176,7 +172,7 @@ def _notes(rows: list[dict[str, Any]], totals: list[tuple[Shape, float]]) -> lis
         blocks = max(n for name, n in phases.items() if name != "embed")
         notes.append(
             f"{shape.name}: block {4 * shape.block / GIB:.3f} GiB, embeddings {4 * shape.embeddings / GIB:.3f}, bound "
-            f"{shape.bound / GIB:.3f}; by the formula {peak / GIB:.3f} ({phase}), {peak / shape.bound:.2f} of it; without the "
-            f"embeddings {blocks / GIB:.3f}, {blocks / 4 / shape.block:.2f} blocks"
+            f"{shape.bound / GIB:.3f}; by the formula {peak / GIB:.3f} ({phase}), {peak / shape.bound:.2f} of it; without "
+            f"the embeddings {blocks / GIB:.3f}, {blocks / 4 / shape.block:.2f} blocks"
         )
     return notes

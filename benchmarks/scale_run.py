@@ -110,7 +110,8 @@ def quantize(source: Path, out: Path) -> None:
 
     vocabulary = models.config(source).vocab_size
     windows = torch.randint(vocabulary, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(0))
-    made = engine.Engine(walk, plan, CHUNK, ReconstructConfig(STEPS, BATCH), 0, store.Scratch(source.name, ""), "plan", print)
+    scratch, config = store.Scratch(source.name, ""), ReconstructConfig(STEPS, BATCH)
+    made = engine.Engine(walk, plan, CHUNK, config, 0, scratch, "plan", lambda sentence: None)
     writer = checkpoint.Writer(out, checkpoint.shard_bytes(walk.model))
     for block in made.run(windows, lambda done, total: None):
         for name, packed in block.items():

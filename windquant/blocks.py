@@ -165,7 +165,7 @@ class Walk:
 
 
 def _assign(module: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Give a module its tensors, float32, emptying the dict; what else a checkpoint carries (old rotary buffers, ...) is left out."""
+    """Give a module its tensors, float32, emptying the dict; what else a checkpoint carries (rotary buffers) is left out."""
     own = module.state_dict().keys()
     held = {}
     while tensors:  # emptied as it goes, lest a block be there twice

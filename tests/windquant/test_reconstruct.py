@@ -115,3 +115,14 @@ def test_a_loss_that_is_not_a_number_stops_it():
 def test_settings_out_of_range_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         ReconstructConfig(**given)
+
+
+def test_a_few_units_at_a_time_are_all_at_once_bit_for_bit(monkeypatch):
+    """A narrower last unit, and one at 16 bits, among them."""
+    found = []
+    for piece in (1, 500, 1 << 20):
+        monkeypatch.setattr("windquant.quantize.PIECE", piece)
+        latent = Latent(*matrix(), MIXED, CHUNK)
+        latent.learn_(torch.randn(12, 120, generator=torch.Generator().manual_seed(1)), 0.2)
+        found.append(latent.quantize())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
