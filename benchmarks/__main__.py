@@ -1,6 +1,7 @@
 """`python -m benchmarks <name> [--seeds N] [--json FILE]`: run a benchmark and print its table.
 
-Names are the modules beside this one: `bits`, `allocation`, `engine`, `decode`. FILE receives {"meta": ..., "rows": [...]}.
+Names are the modules beside this one: `bits`, `allocation`, `engine`, `decode`, `scale`. FILE receives
+{"meta": ..., "rows": [...]}.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from tabulate import tabulate
 
 from tasks.errors import UserError
 
-NAMES = ("bits", "allocation", "engine", "decode")
+NAMES = ("bits", "allocation", "engine", "decode", "scale")
 
 
 def main(argv: list[str]) -> int:

@@ -115,6 +115,9 @@ def _run(stage: str, log_file: Path) -> None:
 def _stage(stage: str, params: Any, out: Path, scratch: Any) -> Any:
     import torch
 
+    from windquant import memory
+
+    memory.return_large()
     from tasks.job import Job
     from tasks.reach import reach
 

@@ -92,7 +92,7 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
     protector = Protector(plan.protection)
     engine = Engine(walk, plan.of, chunk, config.reconstruct, job.common.seed, job.scratch, name, log.warning, protector)
     report = progress.bar(f"{config.treatment} of {name}")
-    writer = checkpoint.Writer(out)
+    writer = checkpoint.Writer(out, checkpoint.shard_bytes(walk.model))
     for block in (
         _rounding(engine, report) if config.treatment == "rounding" else engine.run(_windows("calibration"), report)
     ):
@@ -149,10 +149,11 @@ def _add_rest(writer: checkpoint.Writer, walk: blocks.Walk, plan: plans.Plan) ->
                                                  plan.header["chunk_size"])  # fmt: skip
         writer.add_matrix(matrix.name, stored, embedding=True)
     names = checkpoint.others(walk.model, tables)
-    for other, tensor in walk.source(lambda n: n in names).items():
-        half = checkpoint.store_other(other, tensor)
-        writer.add(other, half)
-        dense[other] = half.float()
+    for name in names:  # one by one
+        for other, tensor in walk.source(lambda n, name=name: n == name).items():
+            half = checkpoint.store_other(other, tensor)
+            writer.add(other, half)
+            dense[other] = half.float()
     return dense
 
 

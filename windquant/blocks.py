@@ -107,9 +107,9 @@ class Walk:
     def block(self, index: int) -> Iterator[nn.Module]:
         """The decoder block with its weights, float32, on the device."""
         block, prefix = self._blocks[index], f"{self.prefix}.{index}."
-        tensors = self.source(lambda name: name.startswith(prefix))
         try:
-            _assign(block, {name.removeprefix(prefix): t for name, t in tensors.items()}, self.device)
+            found = self.source(lambda name: name.startswith(prefix))
+            _assign(block, {name.removeprefix(prefix): found.pop(name) for name in list(found)}, self.device)
             _check_complete(block, f"block {index}")
             yield block
         finally:
@@ -165,10 +165,14 @@ class Walk:
 
 
 def _assign(module: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Give a module its tensors, float32; what else a checkpoint carries (old rotary buffers, ...) is left out."""
+    """Give a module its tensors, float32, emptying the dict; what else a checkpoint carries (rotary buffers) is left out."""
     own = module.state_dict().keys()
-    tensors = {name: t.to(device, torch.float32, copy=True) for name, t in tensors.items() if name in own}
-    module.load_state_dict(tensors, strict=False, assign=True)
+    held = {}
+    while tensors:  # emptied as it goes, lest a block be there twice
+        name, t = tensors.popitem()
+        if name in own:
+            held[name] = t.to(device, torch.float32, copy=True)
+    module.load_state_dict(held, strict=False, assign=True)
     module.requires_grad_(False)
     for m in module.modules():
         for name, buffer in m.named_buffers(recurse=False):

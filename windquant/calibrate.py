@@ -46,7 +46,8 @@ class Scratch(Protocol):
 
 @dataclass
 class Inputs:
-    """Accumulates H and a over the distinct inputs of one block; linear layers fed the same tensor share one."""
+    """Accumulates H and a over the distinct inputs of one block; linear layers fed the same tensor share one. Sums while it
+    watches, means after `finish_`."""
 
     moment: dict[str, Tensor] = field(default_factory=dict)
     scale: dict[str, Tensor] = field(default_factory=dict)
@@ -95,6 +96,13 @@ class Inputs:
         self.scale[name] += x.abs().sum(0)
         self.tokens[name] += x.shape[0]
 
+    def finish_(self, groups: list[list[str]]) -> None:
+        """Sums to means, where they lie: they can take as much memory as the block. groups: see `pool_`."""
+        self.pool_(groups)
+        for sums in (self.moment, self.scale):
+            for name, total in sums.items():
+                total.div_(self.tokens[name] + self.prior.get(name, 0))
+
     def pool_(self, groups: list[list[str]]) -> None:
         """What stands in for the tokens that experts never saw, once all are seen. groups: `experts.groups` of the block."""
         for group in groups:
@@ -115,12 +123,11 @@ class Inputs:
                 self.moment[pool], self.scale[pool], self.tokens[pool], self.prior[pool] = H, a, 0, 1
             self.source |= {n: pool for n in group if n not in self.source}
 
-    def mean(self, matrix: str) -> Tensor:
-        """H of a matrix's inputs, (columns, columns)."""
-        return self._mean(self.moment, self.source[matrix])
-
-    def _mean(self, sums: dict[str, Tensor], name: str) -> Tensor:
-        return sums[name] / (self.tokens[name] + self.prior.get(name, 0))
+    def take(self, matrix: str) -> Tensor:
+        """H of a matrix's inputs, (columns, columns); once for every matrix, for it is forgotten with the last one fed by
+        them."""
+        owner = self.source.pop(matrix)
+        return self.moment[owner] if owner in self.source.values() else self.moment.pop(owner)
 
     def tensors(self) -> dict[str, Tensor]:
         """`H.<i>`, `a.<i>` of every input i that is used, `source.<matrix>` -> i, and `tokens.<matrix>`."""
@@ -128,7 +135,7 @@ class Inputs:
         out = {f"source.{m}": torch.tensor(names.index(s)) for m, s in self.source.items()}
         out |= {f"tokens.{m}": torch.tensor(self.tokens[s]) for m, s in self.source.items()}
         for i, n in enumerate(names):
-            out[f"H.{i}"], out[f"a.{i}"] = self._mean(self.moment, n).cpu(), self._mean(self.scale, n).cpu()
+            out[f"H.{i}"], out[f"a.{i}"] = self.moment[n].cpu(), self.scale[n].cpu()
         return out
 
 
@@ -196,7 +203,7 @@ def _forward(walk: Walk, index: int, hidden: Tensor) -> dict[str, Tensor]:
         for j, h in enumerate(hidden):
             with inputs.watch(block):
                 output[j] = walk.run(index, block, h[None].to(walk.device))[0].cpu()
-        inputs.pool_(experts.groups(block))
+        inputs.finish_(experts.groups(block))
     return inputs.tensors() | {"output": output}
 
 

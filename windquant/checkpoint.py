@@ -38,7 +38,7 @@ class CheckpointError(InputError):
 def store_other(name: str, tensor: Tensor) -> Tensor:
     """Everything but the quantized matrices is stored in float16. Raises InputError when it does not fit."""
     stored = tensor.to(torch.float16)
-    if not bool(torch.isfinite(stored).all()):
+    if not bool(torch.isfinite(torch.stack(stored.aminmax())).all()):  # NaN is passed on; no copy of an embedding is made
         raise InputError(f"{name} holds a value that float16 cannot (NaN, Inf or above 65504); the model cannot be stored")
     return stored
 
@@ -68,10 +68,17 @@ def other_bytes(
     return sum(2 * p.numel() for p in rest.values()) + sum(u.size(bits) for u in units) + header
 
 
-class Writer:
-    """Writes tensors to shards as they come, at most SHARD_BYTES in memory."""
+def shard_bytes(model: nn.Module) -> int:
+    """Shards that stay small beside the model's largest block in float32: a quarter of it, but 32 MB to SHARD_BYTES."""
+    largest = max(4 * sum(p.numel() for p in block.parameters()) for block in blocks.decoder_blocks(model)[1])
+    return min(max(largest // 4, 32_000_000), SHARD_BYTES)
 
-    def __init__(self, folder: Path) -> None:
+
+class Writer:
+    """Writes tensors to shards as they come, at most `shard_bytes` in memory; None: SHARD_BYTES."""
+
+    def __init__(self, folder: Path, shard_bytes: int | None = None) -> None:
+        self.shard_bytes = shard_bytes or SHARD_BYTES
         self.folder, self.pending, self.files = folder, {}, []
         self.weight_map: dict[str, int] = {}
         self.plan: dict[str, Entry] = {}
@@ -81,7 +88,7 @@ class Writer:
 
     def add(self, name: str, tensor: Tensor) -> None:
         tensor = tensor.detach().cpu().contiguous()
-        if sum(t.nbytes for t in self.pending.values()) + tensor.nbytes > SHARD_BYTES and self.pending:
+        if sum(t.nbytes for t in self.pending.values()) + tensor.nbytes > self.shard_bytes and self.pending:
             self._flush()
         self.pending[name] = tensor
         self.total += tensor.nbytes

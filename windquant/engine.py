@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windquant import experts
+from windquant import experts, memory
 from windquant.blocks import Walk, linears
 from windquant.calibrate import Inputs, Report, Scratch
 from windquant.errors import InputError
@@ -48,18 +48,23 @@ class Engine:
 
         Raises InputError on NaN or Inf in weights or activations, with the block's or the matrix's name.
         """
-        embedded = None
+        streams = None
         for i in range(len(self.walk)):
             if not self.has(i):
-                if embedded is None:
-                    embedded = self.walk.embed(windows)
-                x, q = (embedded, embedded) if i == 0 else self._streams(i - 1)
-                packed, x, q = self._block(i, x, q)
-                # Into the slot of the block before last: until the packed block is there, too, this one starts again.
-                self.scratch.put(f"{self.name}-streams-{i % 2}", {"reference": x, "quantized": q})
-                self.keep(i, packed)
+                if streams is None:  # also after an interruption: embedding tells the walk what its blocks are called with
+                    streams = (self.walk.embed(windows),) * 2
+                if i > 0:
+                    streams = self._streams(i - 1)
+                self._finish(i, *streams)
             yield self.kept(i)
             report(i + 1, len(self.walk))
+
+    def _finish(self, index: int, x: Tensor, q: Tensor) -> None:
+        packed, x, q = self._block(index, x, q)
+        # Into the slot of the block before last: until the packed block is there, too, this one starts again.
+        self.scratch.put(f"{self.name}-streams-{index % 2}", {"reference": x, "quantized": q})
+        self.keep(index, packed)
+        memory.trim()
 
     def _streams(self, block: int) -> tuple[Tensor, Tensor]:
         kept = self.scratch.get(f"{self.name}-streams-{block % 2}")
@@ -88,16 +93,15 @@ class Engine:
             target = self._forward(index, block, x, "the reference's")
             with inputs.watch(block):
                 self._forward(index, block, q, "the quantized model's")
-            inputs.pool_(experts.groups(block))
-            names = {name: f"{self.walk.prefix}.{index}.{name}" for name in linears(block)}
-            salient = {name: self.protect(index, name, linears(block)[name].weight) for name in names}
+            inputs.finish_(experts.groups(block))
+            salient = {name: self.protect(index, name, layer.weight) for name, layer in linears(block).items()}
             if self.config is None:
-                rounded = {name: self._feedback(linears(block)[name], inputs, name, full, salient[name])
-                           for name, full in names.items()}  # fmt: skip
+                rounded = self._feedback(index, block, inputs, salient)
             else:
                 rounded = self._reconstruct(index, block, inputs, q, target, salient)
-            for name, full in names.items():
-                packed[full], dense = pack_matrix(rounded[name], self.chunk_size, salient[name])
+            for name, units in rounded:
+                full = f"{self.walk.prefix}.{index}.{name}"
+                packed[full], dense = pack_matrix(units, self.chunk_size, salient[name])
                 linears(block)[name].weight = nn.Parameter(dense, requires_grad=False)
                 if not torch.equal(packed[full].dequantize(), dense):
                     raise AssertionError(f"{full}: unpacking does not give the weights that were packed")
@@ -105,23 +109,26 @@ class Engine:
 
     def _forward(self, index: int, block: nn.Module, hidden: Tensor, whose: str) -> Tensor:
         """All windows (n, T, hidden) through a block, on the CPU."""
-        out = []
+        out = torch.empty_like(hidden)
         with torch.no_grad(), compute(self.walk.device):
-            for part in hidden.split(FORWARD_WINDOWS):
-                out.append(self.walk.run(index, block, part.to(self.walk.device)).float().cpu())
-                if not bool(torch.isfinite(out[-1]).all()):
+            for part, made in zip(hidden.split(FORWARD_WINDOWS), out.split(FORWARD_WINDOWS), strict=True):
+                made.copy_(self.walk.run(index, block, part.to(self.walk.device)))
+                if not bool(torch.isfinite(made).all()):
                     raise InputError(f"block {index} puts out NaN or Inf on {whose} activations of the calibration text")
-        return torch.cat(out)
+        return out
 
     def _feedback(
-        self, layer: nn.Linear, inputs: Inputs, name: str, full: str, salient: Salient | None
-    ) -> list[RoundedUnits]:
-        units, found = round_with_feedback(layer.weight, inputs.mean(name), self.plan(full), self.chunk_size, salient)
-        if found.U is None:
-            self.warn(f"{full}: its input moments cannot be factored; rounded to nearest, without error feedback")
-        elif found.damp > DAMP[0]:
-            self.warn(f"{full}: its input moments took a damping of {found.damp:g} to factor, not {DAMP[0]:g}")
-        return units
+        self, index: int, block: nn.Module, inputs: Inputs, salient: dict[str, Salient | None]
+    ) -> Iterator[tuple[str, list[RoundedUnits]]]:
+        for name, layer in linears(block).items():
+            full = f"{self.walk.prefix}.{index}.{name}"
+            H, bits = inputs.take(name), self.plan(full)
+            units, found = round_with_feedback(layer.weight, H, bits, self.chunk_size, salient[name])
+            if found.U is None:
+                self.warn(f"{full}: its input moments cannot be factored; rounded to nearest, without error feedback")
+            elif found.damp > DAMP[0]:
+                self.warn(f"{full}: its input moments took a damping of {found.damp:g} to factor, not {DAMP[0]:g}")
+            yield name, units
 
     def _reconstruct(
         self,
@@ -131,18 +138,19 @@ class Engine:
         q: Tensor,
         target: Tensor,
         salient: dict[str, Salient | None],
-    ) -> dict[str, list[RoundedUnits]]:
+    ) -> Iterator[tuple[str, list[RoundedUnits]]]:
         assert self.config is not None
         latents = {}
         for name, layer in linears(block).items():
             bits = self.plan(f"{self.walk.prefix}.{index}.{name}")
-            latents[name] = Latent(layer.weight, inputs.mean(name), bits, self.chunk_size, salient[name])
+            latents[name] = Latent(layer.weight, inputs.take(name), bits, self.chunk_size, salient[name])
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # the latent has it
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         batches = self._batches(q, target, self.config.batch, generator)
         with compute(self.walk.device):
             reconstruct(block, latents, batches, lambda x: self.walk.run(index, block, x), self.config)
-        return {name: latent.rounded() for name, latent in latents.items()}
+        for name in list(latents):
+            yield name, latents.pop(name).rounded()  # packed, and taken by the block again, before the next one is
 
     def _batches(self, q: Tensor, target: Tensor, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Windows without replacement, over and over."""

@@ -21,6 +21,10 @@ PARTS = {"codes": "U8", "scale": "U8", "span": "F16"}
 """The tensors of a packed matrix, and their dtypes in a safetensors header."""
 
 
+PIECE = 1 << 19
+"""Weights to work on at once: what is made on the way of them stays in the caches, and small beside a block."""
+
+
 @dataclass(frozen=True)
 class RoundedUnits:
     """A stack of units at one width. values: codes uint8, or float16 weights at 16 bits, (units, rows, columns)."""
@@ -139,6 +143,11 @@ class PackedMatrix:
         return w
 
 
+def together(weights: int) -> int:
+    """How many units of so many weights to work on at once."""
+    return max(1, PIECE // weights)
+
+
 @dataclass(frozen=True)
 class Stack:
     """Units of a matrix that can be worked on together, being of one width and shape: their places in it, w (units, rows,
@@ -152,15 +161,16 @@ class Stack:
 
 
 def stacks(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None) -> Iterator[Stack]:
-    """All units of a matrix (rows, columns), a stack for each width and shape."""
+    """All units of a matrix (rows, columns), in stacks of one width and shape, few enough for caches."""
     free = ~salient.mask() if salient else None
     pairs = list(zip(bits, columns_of(w.shape[1], chunk_size), strict=True))
     for b, columns in dict.fromkeys(pairs):
-        members = [i for i, pair in enumerate(pairs) if pair == (b, columns)]
-        slices = [slice(i * chunk_size, i * chunk_size + columns) for i in members]
-        own = None if free is None else torch.stack([free[:, c] for c in slices])
-        units, moments = torch.stack([w[:, c] for c in slices]), torch.stack([H[c, c] for c in slices])
-        yield Stack(members, units, moments, GRIDS[b], own)
+        places = torch.tensor([i for i, pair in enumerate(pairs) if pair == (b, columns)])
+        for members in places.split(together(len(w) * columns)):
+            slices = [slice(i * chunk_size, i * chunk_size + columns) for i in members.tolist()]
+            own = None if free is None else torch.stack([free[:, c] for c in slices])
+            units, moments = torch.stack([w[:, c] for c in slices]), torch.stack([H[c, c] for c in slices])
+            yield Stack(members.tolist(), units, moments, GRIDS[b], own)
 
 
 def quantize_matrix(

@@ -15,7 +15,8 @@ scales; o = offset / step and d = s step of a unit's grid; y = w / d - o positio
 c = clamp(round(y)) codes; Q(w) = d (c + o).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ from windquant import scales
 from windquant.blocks import linears
 from windquant.errors import InputError
 from windquant.grids import GRIDS, Grid
-from windquant.quantize import RoundedUnits, round_units, stacks
+from windquant.quantize import RoundedUnits, round_units, stacks, together
 from windquant.salient import Salient
 from windquant.units import columns_of
 
@@ -55,6 +56,7 @@ class Latent:
 
     def __init__(self, w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None) -> None:
         self.grids, self.widths = [GRIDS[b] for b in bits], columns_of(w.shape[1], chunk_size)
+        self.width = self.widths[0]
         self.w, self.held = self._units(w).contiguous(), None
         if salient:
             values = w.clone(memory_format=torch.contiguous_format)
@@ -72,8 +74,9 @@ class Latent:
 
     def _units(self, t: Tensor) -> Tensor:
         """(rows, columns) -> (units, rows, columns of a unit)."""
-        missing = len(self.widths) * self.widths[0] - t.shape[1]
-        return nn.functional.pad(t, (0, missing)).unflatten(1, (len(self.widths), -1)).transpose(0, 1)
+        missing = len(self.widths) * self.width - t.shape[1]
+        t = nn.functional.pad(t, (0, missing)) if missing else t  # which copies
+        return t.unflatten(1, (len(self.widths), -1)).transpose(0, 1)
 
     def _of_grids(self, value: Callable[[Grid], float]) -> Tensor:
         return torch.tensor([float(value(g)) for g in self.grids], device=self.w.device).view(-1, 1, 1)
@@ -93,8 +96,25 @@ class Latent:
     def codes(self, y: Tensor) -> Tensor:
         return y.round().clamp_(torch.zeros_like(self.top), self.top)
 
-    def quantize(self) -> Tensor:
-        """Q(w), (rows, columns), float32."""
+    def parts(self) -> Iterator[tuple[slice, "Latent"]]:
+        """The matrix a few units at a time: their columns, and a latent that shares this one's memory."""
+        size = together(self.w[0].numel())
+        for start in range(0, len(self.widths), size):
+            units, part = slice(start, start + size), copy.copy(self)
+            for name, value in vars(self).items():
+                if isinstance(value, (Tensor, list)):
+                    setattr(part, name, value[units])
+            first = start * self.width
+            yield slice(first, first + sum(part.widths)), part
+
+    def quantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Q(w), (rows, columns)."""
+        out = torch.empty(self.w.shape[1], sum(self.widths), dtype=dtype, device=self.w.device)
+        for columns, part in self.parts():
+            out[:, columns] = part._quantize()
+        return out
+
+    def _quantize(self) -> Tensor:
         d = self.d()
         q = self.codes(self.y(d)).add_(self.o).mul_(d)
         if self.exact.any():
@@ -105,6 +125,10 @@ class Latent:
 
     def learn_(self, gradient: Tensor, rate: float) -> None:
         """One step against the sign of the gradient of Q(w), (rows, columns)."""
+        for columns, part in self.parts():
+            part._learn_(gradient[:, columns], rate)
+
+    def _learn_(self, gradient: Tensor, rate: float) -> None:
         G, d = self._units(gradient.float()), self.d()
         if self.held is not None:
             G = G.masked_fill(self.held, 0)
@@ -149,7 +173,9 @@ def reconstruct(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
     for i, (x, target) in zip(range(config.steps), batches, strict=False):
         for name, latent in latents.items():
-            layers[name].weight = nn.Parameter(latent.quantize().to(dtype))
+            layers[name].weight = nn.Parameter(latent.quantize(dtype))
+            learn = _learner(latent, rate * (1 - i / config.steps))
+            layers[name].weight.register_post_accumulate_grad_hook(learn)  # one gradient is in memory at a time
         loss = (run(x).float() - target).square().mean()
         if not bool(torch.isfinite(loss)):
             raise InputError(
@@ -157,8 +183,13 @@ def reconstruct(
             )
         loss.backward()
         losses.append(float(loss.detach()))
-        for name, latent in latents.items():
-            gradient = layers[name].weight.grad
-            if gradient is not None:  # an expert that no token of the batch chose has none
-                latent.learn_(gradient, rate * (1 - i / config.steps))
     return losses
+
+
+def _learner(latent: Latent, rate: float) -> Callable[[Tensor], None]:
+    def learn(weight: Tensor) -> None:
+        assert weight.grad is not None
+        latent.learn_(weight.grad, rate)
+        weight.grad = None
+
+    return learn

@@ -246,3 +246,15 @@ def test_a_plain_model_is_no_checkpoint_of_ours(tiny, tmp_path):
     tiny.save_pretrained(tmp_path / "plain")
     with pytest.raises(checkpoint.CheckpointError, match="no quantization_config of windquant"):
         checkpoint.count(tmp_path / "plain")
+
+
+def test_shards_are_small_beside_a_block(tiny):
+    assert checkpoint.shard_bytes(tiny) == 32_000_000  # of 4 * 30,848 bytes a block
+
+
+def test_a_writers_own_shard_size_holds(tmp_path):
+    writer = checkpoint.Writer(tmp_path, 1000)
+    for i in range(4):
+        writer.add(f"t{i}", torch.zeros(400, dtype=torch.uint8))
+    writer.close({}, 32)
+    assert sorted(f.name for f in tmp_path.glob("*.safetensors")) == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]

@@ -141,3 +141,14 @@ def test_a_scale_does_not_follow_salient_weights():
     gradient[0, 3] = -1.0
     latent.learn_(gradient, 0.1)
     assert torch.equal(latent.log, before)
+
+
+def test_a_few_units_at_a_time_are_all_at_once_bit_for_bit(monkeypatch):
+    """A narrower last unit, and one at 16 bits, among them."""
+    found = []
+    for piece in (1, 500, 1 << 20):
+        monkeypatch.setattr("windquant.quantize.PIECE", piece)
+        latent = Latent(*matrix(), MIXED, CHUNK)
+        latent.learn_(torch.randn(12, 120, generator=torch.Generator().manual_seed(1)), 0.2)
+        found.append(latent.quantize())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
