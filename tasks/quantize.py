@@ -23,6 +23,7 @@ from windquant import blocks, checkpoint, embeddings
 from windquant.blocks import WeightSource
 from windquant.calibrate import Report
 from windquant.engine import Engine
+from windquant.errors import about
 from windquant.evaluate import Scores, score
 from windquant.layers import FEW
 from windquant.quantize import PackedMatrix, quantize_matrix
@@ -128,11 +129,9 @@ def _rounding(engine: Engine, report: Report) -> Iterator[dict[str, PackedMatrix
                 for name, linear in blocks.linears(block).items():
                     full = f"{walk.prefix}.{i}.{name}"
                     H = statistics.moment(name).to(walk.device)
-                    try:
+                    with about(full):
                         salient = engine.protect(i, name, linear.weight)
                         made[full] = quantize_matrix(linear.weight, H, engine.plan(full), engine.chunk_size, salient)[0]
-                    except ValueError as e:
-                        raise UserError(f"{full}: {e}") from e
             engine.keep(i, made)
         yield engine.kept(i)
         report(i + 1, len(walk))

@@ -7,13 +7,13 @@ what `allocate` needs to know of the model.
 import torch
 
 from tasks import models, progress, store
-from tasks.errors import UserError
 from tasks.job import Job, Record
 from tasks.plans import Table, save_distortions
 from tasks.reach import other_bytes_by_bits
 from tasks.reach import reach as reach_of
 from tasks.statistics import BlockStatistics, Protector
 from windquant import blocks, sensitivity, units
+from windquant.errors import about
 from windquant.grids import WIDTHS
 from windquant.sensitivity import SensitivityConfig
 
@@ -51,11 +51,9 @@ def _block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector)
     tables, counts = [], []
     with walk.block(index) as block:
         for name, linear in blocks.linears(block).items():
-            try:
+            with about(f"{walk.prefix}.{index}.{name}"):
                 H, g = (t.to(walk.device) for t in (statistics.moment(name), statistics.fisher(name)))
                 salient = protector(index, name, linear.weight)
                 tables.append(sensitivity.distortions(linear.weight, H, g, chunk_size, salient).cpu())
-            except ValueError as e:
-                raise UserError(f"block {index}, {name}: {e}") from e
             counts += salient.counts(chunk_size) if salient else [0] * len(tables[-1])
     return {"D": torch.cat(tables), "salient": torch.tensor(counts)}

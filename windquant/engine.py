@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from windquant import experts, memory
 from windquant.blocks import Walk, linears
 from windquant.calibrate import Inputs, Report, Scratch
-from windquant.errors import InputError
+from windquant.errors import InputError, about
 from windquant.feedback import DAMP, round_with_feedback
 from windquant.grids import symbols
 from windquant.quantize import PARTS, PackedMatrix, RoundedUnits, pack_matrix
@@ -123,7 +123,8 @@ class Engine:
         for name, layer in linears(block).items():
             full = f"{self.walk.prefix}.{index}.{name}"
             H, bits = inputs.take(name), self.plan(full)
-            units, found = round_with_feedback(layer.weight, H, bits, self.chunk_size, salient[name])
+            with about(full):
+                units, found = round_with_feedback(layer.weight, H, bits, self.chunk_size, salient[name])
             if found.U is None:
                 self.warn(f"{full}: its input moments cannot be factored; rounded to nearest, without error feedback")
             elif found.damp > DAMP[0]:
@@ -142,15 +143,19 @@ class Engine:
         assert self.config is not None
         latents = {}
         for name, layer in linears(block).items():
-            bits = self.plan(f"{self.walk.prefix}.{index}.{name}")
-            latents[name] = Latent(layer.weight, inputs.take(name), bits, self.chunk_size, salient[name])
+            full = f"{self.walk.prefix}.{index}.{name}"
+            with about(full):
+                bits = self.plan(full)
+                latents[name] = Latent(layer.weight, inputs.take(name), bits, self.chunk_size, salient[name])
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # the latent has it
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         batches = self._batches(q, target, self.config.batch, generator)
         with compute(self.walk.device):
             reconstruct(block, latents, batches, lambda x: self.walk.run(index, block, x), self.config)
         for name in list(latents):
-            yield name, latents.pop(name).rounded()  # packed, and taken by the block again, before the next one is
+            with about(f"{self.walk.prefix}.{index}.{name}"):
+                rounded = latents.pop(name).rounded()
+            yield name, rounded  # packed, and taken by the block again, before the next one is
 
     def _batches(self, q: Tensor, target: Tensor, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Windows without replacement, over and over."""

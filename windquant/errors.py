@@ -1,5 +1,17 @@
 """The library's one error for what it was given."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """A model, text, table or setting cannot be used; the message is one sentence for the person who gave it."""
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """An InputError raised inside begins with what it is about."""
+    try:
+        yield
+    except InputError as e:
+        raise InputError(f"{what}: {e}") from e

@@ -66,6 +66,8 @@ class Latent:
         for stack in stacks(w, H, bits, chunk_size, salient):
             if stack.grid.has_scale:
                 s[stack.members] = scales.fit(stack.w, stack.H, stack.grid, stack.free)[0]
+            else:
+                round_units(stack.w, stack.H, stack.grid.bits)  # refuses now what float16 cannot hold
         codes, self.span = scales.to_log8(s, MARGIN)
         self.alive = codes > 0
         self.log = torch.where(self.alive, s.squeeze(-1), 1.0).log2()

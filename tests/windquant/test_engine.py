@@ -122,6 +122,14 @@ def test_a_weight_that_is_not_a_number_is_named(tiny):
         run(walk, MemoryScratch(), None)
 
 
+@pytest.mark.parametrize("config", [None, RECONSTRUCTION], ids=["feedback", "reconstruction"])
+def test_a_matrix_that_cannot_be_rounded_is_named(tiny, config):
+    tiny.model.layers[0].self_attn.v_proj.weight.data[3, 4] = 70000
+    walk = Walk(skeleton(tiny.config), source_of(tiny), torch.device("cpu"))
+    with pytest.raises(InputError, match=r"model\.layers\.0\.self_attn\.v_proj: a weight of 7.* does not fit the 16-bit"):
+        list(engine(walk, MemoryScratch(), config, bits=(16, 16, 16)).run(WINDOWS, lambda done, total: None))
+
+
 def test_what_comes_out_is_of_the_plans_widths(walk):
     packed = run(walk, MemoryScratch(), RECONSTRUCTION)
     assert {p.symbols for p in packed.values()} == {"23", "23t"}
