@@ -143,7 +143,7 @@ FORMULA = """\
     embed 4 E + 2 E   the embeddings, and the pages of their file
     fit   4 B + 4 S + 4 M + P + K   the block, its moments, a latent beside its matrix
     steps 4 B + 2 B + 6 M + P + K   latents, bfloat16 weights (4 B where the CPU has no bfloat16), a gradient
-    pack  4 B + 9 M + K   the block again, a matrix as codes and twice as weights
+    pack  4 B + 13 M + K  the block again, a matrix as codes and, at most, three times as weights
 E, B, M: weights of the embeddings, a block, its largest matrix; S: squared widths of its four inputs; P = 32 max(2^19, rows
 of a unit x its columns): eight float32 pieces; K = max(B, 32 MB): the shard being filled. Beside it activations, 12 bytes x
 hidden x tokens of calibration for the streams, and the graph of a step's windows in one block"""
@@ -153,7 +153,7 @@ def formula(shape: Shape) -> dict[str, int]:
     """Phase -> bytes at its peak: FORMULA."""
     B, E, M, S = shape.block, shape.embeddings, shape.largest, 3 * shape.hidden**2 + shape.inner**2
     P, K = 32 * max(1 << 19, shape.inner * CHUNK), min(max(B, 32_000_000), 9 * shape.layers * B // 32)
-    return {"embed": 6 * E, "fit": 4 * (B + S + M) + P + K, "steps": 6 * (B + M) + P + K, "pack": 4 * B + 9 * M + K}
+    return {"embed": 6 * E, "fit": 4 * (B + S + M) + P + K, "steps": 6 * (B + M) + P + K, "pack": 4 * B + 13 * M + K}
 
 
 def _notes(rows: list[dict[str, Any]], totals: list[tuple[Shape, float]]) -> list[str]:

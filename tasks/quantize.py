@@ -158,12 +158,12 @@ def _add_rest(writer: checkpoint.Writer, walk: blocks.Walk, plan: plans.Plan) ->
 
 def _stored(engine: Engine, rest: dict[str, torch.Tensor]) -> WeightSource:
     """The weights as they were packed, from what the engine keeps, and what is stored beside them."""
+    block_of = {f"{m.name}.weight": m.block for m in blocks.matrices(engine.walk.model)}
 
     def read(wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
         found = {name: t for name, t in rest.items() if wanted(name)}
-        for i in range(len(engine.walk)):
-            if any(wanted(f"{m.name}.weight") for m in engine.walk.matrices(i)):
-                found |= {f"{m}.weight": p.dequantize() for m, p in engine.kept(i).items()}
+        for i in dict.fromkeys(block for name, block in block_of.items() if wanted(name)):
+            found |= {f"{m}.weight": p.dequantize() for m, p in engine.kept(i).items()}
         return found
 
     return read

@@ -7,6 +7,7 @@ All other tensors are stored in float16 under their own names. `plugin` loads su
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,7 @@ def count(folder: Path) -> Bytes:
     found, parameters = files(folder), 0
     stored = headers(found)
     for name, (dtype, shape) in stored.items():
-        size = _ITEM[dtype] * _product(shape)
+        size = _ITEM[dtype] * math.prod(shape)
         owner, _, part = name.rpartition(".")
         if owner in embeddings and part in PARTS:
             sizes[_role(name, embeddings[owner][:2])] += size
@@ -182,7 +183,7 @@ def count(folder: Path) -> Bytes:
         elif owner in plan and part in SALIENT_PARTS:
             sizes["salient"] += size
         else:
-            parameters += _product(shape)
+            parameters += math.prod(shape)
             sizes[_role(name, shape)] += size
     header = sum(f.stat().st_size for f in found) - sum(sizes.values())
     for name, (rows, columns, symbols) in embeddings.items():
@@ -223,13 +224,6 @@ def _salient_counts(found: Iterable[Path], plan: Mapping[str, Entry], chunk_size
 
 
 _ITEM = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
-
-
-def _product(shape: Iterable[int]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
 
 
 def _role(name: str, shape: Sequence[int]) -> str:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from windquant import scales
+from windquant import scales, unpacking
 from windquant.errors import InputError
-from windquant.grids import BY_SYMBOL, GRIDS, Grid, decode, encode, symbols
-from windquant.packing import pack, unpack
+from windquant.grids import GRIDS, Grid, decode, encode, symbols
+from windquant.packing import pack
 from windquant.salient import Salient
 from windquant.units import columns_of
 
@@ -103,13 +103,11 @@ class PackedMatrix:
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the three tensors that the plan implies. Raises InputError when the plan has not one known letter
         a unit."""
-        widths = columns_of(self.columns, self.chunk_size)
-        if len(self.symbols) != len(widths) or not set(self.symbols) <= set(BY_SYMBOL):
-            raise InputError(f"plan '{self.symbols}' is not {len(widths)} of the letters {''.join(BY_SYMBOL)}")
-        grids = [BY_SYMBOL[s] for s in self.symbols]
-        scaled = sum(g.has_scale for g in grids)
-        code_bytes = sum(g.code_bytes(self.rows * c) for g, c in zip(grids, widths, strict=True))
-        return {"codes": (code_bytes,), "scale": (scaled, self.rows), "span": (scaled, 2)}
+        last = self.runs()[-1]
+        return {"codes": (last.codes.stop,), "scale": (last.scaled.stop, self.rows), "span": (last.scaled.stop, 2)}
+
+    def runs(self) -> tuple[unpacking.Run, ...]:
+        return unpacking.layout(self.rows, self.columns, self.chunk_size, self.symbols)
 
     def tensors(self) -> dict[str, Tensor]:
         """Part -> tensor, as in a checkpoint: PARTS, and SALIENT_PARTS where there are any."""
@@ -123,21 +121,7 @@ class PackedMatrix:
 
     def dequantize(self) -> Tensor:
         """The weights, (rows, columns), float32."""
-        w = torch.empty(self.rows, self.columns, device=self.codes.device)
-        offset = scaled = start = 0
-        for symbol, columns in zip(self.symbols, columns_of(self.columns, self.chunk_size), strict=True):
-            grid = BY_SYMBOL[symbol]
-            size = grid.code_bytes(self.rows * columns)
-            blob = self.codes[offset : offset + size]
-            if grid.has_scale:
-                values = unpack(blob[None], self.rows * columns, grid).view(1, self.rows, columns)
-                unit = RoundedUnits(grid, values, self.scale[scaled, None], self.span[scaled, None])
-                scaled += 1
-            else:
-                values = blob.clone().view(torch.float16).view(1, self.rows, columns)
-                unit = RoundedUnits(grid, values, self.scale[:0], self.span[:0])
-            w[:, start : start + columns] = unit.weights()[0]
-            offset, start = offset + size, start + columns
+        w = unpacking.dequantize(self.codes, self.scale, self.span, self.runs(), torch.float32)
         if self.salient:
             self.salient.place_(w)
         return w

@@ -11,6 +11,7 @@ rounding, error feedback and reconstruction see them as constants.
 Notation: w (rows, columns); a (columns,) = E|x|; n protected weights or columns.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -55,17 +56,10 @@ class Protection:
 
     def size(self, matrix: Matrix) -> int:
         """Bytes stored for a matrix."""
-        return sum(_BYTES[SALIENT_PARTS[p]] * _product(s) for p, s in self.shapes(matrix.rows, matrix.columns).items())
+        return sum(_BYTES[SALIENT_PARTS[p]] * math.prod(s) for p, s in self.shapes(matrix.rows, matrix.columns).items())
 
 
 _BYTES = {"U8": 1, "F16": 2}
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
 
 
 def _shapes(rows: int, universe: int, codes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
