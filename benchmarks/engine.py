@@ -139,7 +139,7 @@ class Bench:
 
     def _auto_round(self, bits: int) -> Any:
         try:
-            from auto_round import AutoRound
+            from auto_round import AutoRound  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise UserError("auto-round is not installed; pip install -c constraints.txt -e '.[baselines]'") from None
         folder = store.path("prepare") / "model"
