@@ -33,7 +33,7 @@ def run(config: CalibrateConfig, job: Job) -> Record:
     for i, statistics in calibrate.calibrate(walk, ids, job.generator(), job.scratch, report):
         store.save_tensors(job.out / f"block-{i}.safetensors", statistics)
         counts = {k.removeprefix("tokens."): int(t) for k, t in statistics.items() if k.startswith("tokens.")}
-        tokens |= {f"{walk.prefix}.{i}.{k}": n for k, n in counts.items()}
+        tokens |= {walk.path(i, k): n for k, n in counts.items()}
     params = {"calibration_windows": len(ids), "calibration_tokens": ids.numel()}
     return Record(params=params, metrics=_experts(walk, tokens))
 

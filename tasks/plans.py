@@ -1,6 +1,7 @@
 """The distortion table and plans as files: parquet, one row a unit, with a JSON header."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,14 @@ class Plan:
         return _protection(self.header)
 
     def of(self, matrix: str) -> list[float]:
-        return [b for u, b in zip(self.body, self.bits, strict=True) if u.matrix.name == matrix]
+        return self._by_matrix[matrix]
+
+    @cached_property
+    def _by_matrix(self) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for u, b in zip(self.body, self.bits, strict=True):
+            found.setdefault(u.matrix.name, []).append(b)
+        return found
 
     @property
     def size(self) -> int:

@@ -93,10 +93,10 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
     protector = Protector(plan.protection)
     engine = Engine(walk, plan.of, chunk, config.reconstruct, job.common.seed, job.scratch, name, log.warning, protector)
     report = progress.bar(f"{config.treatment} of {name}")
+    rounding = config.treatment == "rounding"
+    made = _rounding(engine, report) if rounding else engine.run(_windows("calibration"), report)
     writer = checkpoint.Writer(out, checkpoint.shard_bytes(walk.model))
-    for block in (
-        _rounding(engine, report) if config.treatment == "rounding" else engine.run(_windows("calibration"), report)
-    ):
+    for block in made:
         for matrix, stored in block.items():
             writer.add_matrix(matrix, stored)
     rest = _add_rest(writer, walk, plan)
@@ -127,7 +127,7 @@ def _rounding(engine: Engine, report: Report) -> Iterator[dict[str, PackedMatrix
             statistics, made = BlockStatistics(i), {}
             with walk.block(i) as block:
                 for name, linear in blocks.linears(block).items():
-                    full = f"{walk.prefix}.{i}.{name}"
+                    full = walk.path(i, name)
                     H = statistics.moment(name).to(walk.device)
                     with about(full):
                         salient = engine.protect(i, name, linear.weight)

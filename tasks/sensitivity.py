@@ -51,7 +51,7 @@ def _block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector)
     tables, counts = [], []
     with walk.block(index) as block:
         for name, linear in blocks.linears(block).items():
-            with about(f"{walk.prefix}.{index}.{name}"):
+            with about(walk.path(index, name)):
                 H, g = (t.to(walk.device) for t in (statistics.moment(name), statistics.fisher(name)))
                 salient = protector(index, name, linear.weight)
                 tables.append(sensitivity.distortions(linear.weight, H, g, chunk_size, salient).cpu())

@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,18 @@ def state(stage: str) -> Path:
     return Path(".state") / stage
 
 
-def save_json(file: Path, value: Any) -> None:
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A file to write; it takes the other's place when that went well, so that none is ever seen half-written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    yield temporary
     os.replace(temporary, file)
+
+
+def save_json(file: Path, value: Any) -> None:
+    with _replacing(file) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def load_json(file: Path) -> Any:
@@ -51,10 +60,8 @@ def load_json(file: Path) -> Any:
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, temporary)
-    os.replace(temporary, file)
+    with _replacing(file) as temporary:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary)
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
@@ -63,11 +70,9 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
 
 def save_table(file: Path, columns: dict[str, list[Any]], header: dict[str, Any]) -> None:
     """A parquet file with a JSON header in its metadata."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table(columns).replace_schema_metadata({"windquant": json.dumps(header, sort_keys=True)})
-    temporary = file.with_name(file.name + ".tmp")
-    pq.write_table(table, temporary)
-    os.replace(temporary, file)
+    with _replacing(file) as temporary:
+        pq.write_table(table, temporary)
 
 
 def load_table(file: Path) -> tuple[dict[str, list[Any]], dict[str, Any]]:

@@ -95,6 +95,10 @@ class Walk:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def path(self, index: int, name: str) -> str:
+        """The path in the model of what has the path `name` in block `index`."""
+        return f"{self.prefix}.{index}.{name}"
+
     def matrices(self, index: int) -> list[Matrix]:
         """The matrices of one block."""
         return _matrices_of(self._blocks[index], f"{self.prefix}.{index}", index)
@@ -106,7 +110,7 @@ class Walk:
     @contextmanager
     def block(self, index: int) -> Iterator[nn.Module]:
         """The decoder block with its weights, float32, on the device."""
-        block, prefix = self._blocks[index], f"{self.prefix}.{index}."
+        block, prefix = self._blocks[index], self.path(index, "")
         try:
             found = self.source(lambda name: name.startswith(prefix))
             _assign(block, {name.removeprefix(prefix): found.pop(name) for name in list(found)}, self.device)

@@ -100,7 +100,7 @@ class Engine:
             else:
                 rounded = self._reconstruct(index, block, inputs, q, target, salient)
             for name, units in rounded:
-                full = f"{self.walk.prefix}.{index}.{name}"
+                full = self.walk.path(index, name)
                 packed[full], dense = pack_matrix(units, self.chunk_size, salient[name])
                 linears(block)[name].weight = nn.Parameter(dense, requires_grad=False)
                 if not torch.equal(packed[full].dequantize(), dense):
@@ -121,7 +121,7 @@ class Engine:
         self, index: int, block: nn.Module, inputs: Inputs, salient: dict[str, Salient | None]
     ) -> Iterator[tuple[str, list[RoundedUnits]]]:
         for name, layer in linears(block).items():
-            full = f"{self.walk.prefix}.{index}.{name}"
+            full = self.walk.path(index, name)
             H, bits = inputs.take(name), self.plan(full)
             with about(full):
                 units, found = round_with_feedback(layer.weight, H, bits, self.chunk_size, salient[name])
@@ -143,7 +143,7 @@ class Engine:
         assert self.config is not None
         latents = {}
         for name, layer in linears(block).items():
-            full = f"{self.walk.prefix}.{index}.{name}"
+            full = self.walk.path(index, name)
             with about(full):
                 bits = self.plan(full)
                 latents[name] = Latent(layer.weight, inputs.take(name), bits, self.chunk_size, salient[name])
@@ -153,7 +153,7 @@ class Engine:
         with compute(self.walk.device):
             reconstruct(block, latents, batches, lambda x: self.walk.run(index, block, x), self.config)
         for name in list(latents):
-            with about(f"{self.walk.prefix}.{index}.{name}"):
+            with about(self.walk.path(index, name)):
                 rounded = latents.pop(name).rounded()
             yield name, rounded  # packed, and taken by the block again, before the next one is
 

@@ -21,7 +21,7 @@ from windquant import scales
 from windquant.errors import InputError
 from windquant.grids import GRIDS, decode, encode
 from windquant.quantize import RoundedUnits, round_units
-from windquant.salient import Salient
+from windquant.salient import Held, Salient
 
 DAMP = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal added to H, tried in this order until it factors. GPTQ's is the first."""
@@ -60,26 +60,6 @@ def order(H: Tensor, chunk_size: int) -> list[Tensor]:
     power = H.diagonal()
     units = sorted(units, key=lambda c: -float(power[c].sum()))
     return [c[power[c].argsort(descending=True, stable=True)] for c in units]
-
-
-@dataclass(frozen=True)
-class Held:
-    """Weights (rows, columns) that are not rounded but held at given values. free: bool, False where held; values: zero
-    where free."""
-
-    free: Tensor
-    values: Tensor
-
-    def __getitem__(self, columns: Tensor | slice) -> "Held":
-        return Held(self.free[:, columns], self.values[:, columns])
-
-    @classmethod
-    def of(cls, w: Tensor, salient: Salient | None) -> "Held":
-        values = torch.zeros(w.shape, device=w.device)
-        if salient is None:
-            return cls(torch.ones_like(values, dtype=torch.bool), values)
-        salient.place_(values)
-        return cls(~salient.mask(), values)
 
 
 def round_with_feedback(

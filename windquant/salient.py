@@ -153,6 +153,26 @@ class Salient:
         return products.new_zeros(len(x), self.rows).index_add_(1, index // self.columns, products) * s
 
 
+@dataclass(frozen=True)
+class Held:
+    """Weights (rows, columns) that are not rounded but held at given values. free: bool, False where held; values: zero
+    where free."""
+
+    free: Tensor
+    values: Tensor
+
+    def __getitem__(self, columns: Tensor | slice) -> "Held":
+        return Held(self.free[:, columns], self.values[:, columns])
+
+    @classmethod
+    def of(cls, w: Tensor, salient: Salient | None) -> "Held":
+        values = torch.zeros(w.shape, device=w.device)
+        if salient is None:
+            return cls(torch.ones_like(values, dtype=torch.bool), values)
+        salient.place_(values)
+        return cls(~salient.mask(), values)
+
+
 def protect(w: Tensor, a: Tensor, protection: Protection) -> Salient:
     """Choose what to protect in w (rows, columns), by |w| a or, for columns, the sum of its squares; of equals the first.
 

@@ -14,7 +14,6 @@ kappa is a constant measured once, on SmolLM2-135M at 2.25 effective bits (bench
 the lagrangian plan 5.706, 5.650, 5.617 at kappa 0, 5, 15; at 8 the predicted total also comes close to the true one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from windquant.errors import InputError
 from windquant.grids import WIDTHS
 from windquant.quantize import round_units
-from windquant.salient import Mode, Protection, Salient, protection
+from windquant.salient import Held, Mode, Protection, Salient, protection
 from windquant.scales import quadratic
 from windquant.units import columns_of
 
@@ -77,14 +76,14 @@ def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int, salient: Salie
         if not bool(torch.isfinite(t).all()):
             raise InputError(f"the {name} hold NaN or Inf")
     stacks = []
-    for units, moments, held in zip(
-        split(w, chunk_size), split_moment(H, chunk_size), _split_held(w, chunk_size, salient), strict=True
-    ):
+    held = Held.of(w, salient)
+    parts = (split(w, chunk_size), split_moment(H, chunk_size), split(held.free, chunk_size), split(held.values, chunk_size))
+    for units, moments, free, values in zip(*parts, strict=True):
         columns = []
         wHw = quadratic(units, moments).clamp_min(torch.finfo(torch.float32).tiny)
         for bits in WIDTHS:
-            q = round_units(units, moments, bits, held[0] if held else None).weights()
-            e = units - (torch.where(held[0], q, held[1]) if held else q)
+            q = round_units(units, moments, bits, free if salient else None).weights()
+            e = units - torch.where(free, q, values)
             eHe, eHw = quadratic(e, moments), torch.einsum("urc,urc->ur", e @ moments, units)
             error = eHe.clamp_min(0) + KAPPA * eHw.square() / wHw
             columns.append(0.5 * (error.double() @ g.double()))
@@ -93,12 +92,3 @@ def distortions(w: Tensor, H: Tensor, g: Tensor, chunk_size: int, salient: Salie
     if not bool(torch.isfinite(table).all()):
         raise InputError("the distortions overflow: activations or gradients of this matrix are too large to be true")
     return table
-
-
-def _split_held(w: Tensor, chunk_size: int, salient: Salient | None) -> Sequence[tuple[Tensor, Tensor] | None]:
-    """As `split`: which weights are rounded, and the values of those that are not; None: all are."""
-    if salient is None:
-        return [None] * len(split(w, chunk_size))
-    values = torch.zeros(w.shape, device=w.device)
-    salient.place_(values)
-    return list(zip(split(~salient.mask(), chunk_size), split(values, chunk_size), strict=True))
