@@ -29,7 +29,7 @@ def run(config: SensitivityConfig, job: Job) -> Record:
     for i in range(len(walk)):
         name = f"block-{i}"
         if not job.scratch.has(name):
-            job.scratch.put(name, _block(walk, i, reach.chunk_size, protector))
+            job.scratch.put(name, block(walk, i, reach.chunk_size, protector))
         found.append(job.scratch.get(name))
         report(i + 1, len(walk))
     D, salient = (torch.cat([f[key] for f in found]) for key in ("D", "salient"))
@@ -45,12 +45,12 @@ def run(config: SensitivityConfig, job: Job) -> Record:
     return Record(params={"chunk_size": reach.chunk_size, "units": len(body)}, metrics=totals)
 
 
-def _block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector) -> dict[str, torch.Tensor]:
+def block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector) -> dict[str, torch.Tensor]:
     """The units' distortions, and how many salient weights they hold."""
     statistics = BlockStatistics(index)
     tables, counts = [], []
-    with walk.block(index) as block:
-        for name, linear in blocks.linears(block).items():
+    with walk.block(index) as module:
+        for name, linear in blocks.linears(module).items():
             with about(walk.path(index, name)):
                 H, g = (t.to(walk.device) for t in (statistics.moment(name), statistics.fisher(name)))
                 salient = protector(index, name, linear.weight)
