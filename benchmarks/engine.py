@@ -81,15 +81,17 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
 
 
 class Bench:
-    def __init__(self) -> None:
+    """What rows are made with. kept: rows that survive a kill, under `name`, while library and table stay the same."""
+
+    def __init__(self, name: str = "engine") -> None:
         prepared = store.path("prepare")
         self.table = plans.load_distortions(store.path("sensitivity") / "table.parquet")
-        self.chunk, self.weights = self.table.header["chunk_size"], units.weights_in(self.table.body)
+        self.chunk = self.table.header["chunk_size"]
         self.ids = store.load_tensors(prepared / "windows" / "calibration.safetensors")["ids"][:WINDOWS, :TOKENS].long()
         self.dense = Dense(load_params().benchmark.windows or 0)
         code = hashlib.sha256(store.hash_tree(store.path("sensitivity")).encode())
         code.update(b"".join(f.read_bytes() for f in sorted(store.Path("windquant").glob("*.py"))))
-        self.kept = store.Scratch("benchmark-engine", code.hexdigest())
+        self.kept = store.Scratch(f"benchmark-{name}", code.hexdigest())
 
     def row(self, allocator: str, target: float, treatment: str, seed: int) -> dict[str, Any]:
         label, began = f"{allocator} {target:g} {treatment}", time.monotonic()
@@ -100,7 +102,7 @@ class Bench:
         elif allocator == "reference":
             bits = target
         else:
-            bits = self._ours(self._plan(allocator, target), treatment, seed)
+            bits = self.ours(self._plan(allocator, target), treatment, seed)
         seconds = time.monotonic() - began
         found = self.dense.score(label)
         return {
@@ -118,11 +120,9 @@ class Bench:
     def _plan(self, allocator: str, target: float) -> plans.Plan:
         two = int(self.table.B[:, WIDTHS.index(2)].sum())
         budget = two if target == ALL_TWO else units.budget_bytes(target, self.table.body, self.table.salient_bytes)
-        problem = Problem(self.table.D, self.table.B, budget)
-        choice = ALLOCATORS[allocator](problem, torch.Generator().manual_seed(0))
-        return plans.Plan(self.table.body, [WIDTHS[c] for c in choice.tolist()], self.table.header, self.table.salient)
+        return plan_of(allocator, self.table, budget)
 
-    def _ours(self, plan: plans.Plan, treatment: str, seed: int) -> float:
+    def ours(self, plan: plans.Plan, treatment: str, seed: int) -> float:
         if treatment == "starting-scales":
             for name, w in self.dense.original.items():
                 self.dense.set(name, on_starting_scales(w, plan.of(name), self.chunk))
@@ -147,6 +147,11 @@ class Bench:
         rounder = AutoRound(model, models.tokenizer(folder), bits=bits, group_size=GROUP, sym=False, iters=STEPS,
                             nsamples=WINDOWS, seqlen=TOKENS, batch_size=BATCH, dataset=data, device_map="cpu")  # fmt: skip
         return rounder.quantize()[0].float()
+
+
+def plan_of(allocator: str, table: plans.Table, budget: int) -> plans.Plan:
+    choice = ALLOCATORS[allocator](Problem(table.D, table.B, budget), torch.Generator().manual_seed(0))
+    return plans.Plan(table.body, [WIDTHS[c] for c in choice.tolist()], table.header, table.salient)
 
 
 def _batch(window: Tensor) -> dict[str, Tensor]:

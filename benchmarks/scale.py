@@ -9,7 +9,6 @@ the embeddings, both in float32 as they are held.
 """
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -49,12 +48,17 @@ class Shape:
         return 2 * self.hidden * (self.hidden + self.keys) + 3 * self.largest + 2 * self.hidden
 
     @property
+    def body(self) -> int:
+        """Weights that are quantized, near enough: the norms' are counted, too."""
+        return self.layers * self.block
+
+    @property
     def embeddings(self) -> int:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.block + self.embeddings + self.hidden
+        return self.body + self.embeddings + self.hidden
 
     @property
     def bound(self) -> int:
@@ -156,15 +160,19 @@ def formula(shape: Shape) -> dict[str, int]:
     return {"embed": 6 * E, "fit": 4 * (B + S + M) + P + K, "steps": 6 * (B + M) + P + K, "pack": 4 * B + 13 * M + K}
 
 
+def _power(points: list[tuple[float, float]]) -> float:
+    """The slope of a line through the logarithms of (x, y)."""
+    x, y = torch.tensor(points, dtype=torch.float64).log().unbind(1)
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+
+
 def _notes(rows: list[dict[str, Any]], totals: list[tuple[Shape, float]]) -> list[str]:
     notes = [
         f"{WINDOWS} windows of {TOKENS} tokens, {STEPS} steps of {BATCH} windows, {CHUNK}-column units of 2 and 3 bits, "
         f"{torch.get_num_threads()} threads"
     ]
-    x = torch.tensor([math.log(shape.parameters) for shape, _ in totals])
-    y = torch.tensor([math.log(seconds) for _, seconds in totals])
-    slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
-    notes.append(f"seconds grow as parameters to the power of {slope:.3f} (1: linearly)")
+    every, body = (_power([(getattr(shape, n), t) for shape, t in totals]) for n in ("parameters", "body"))
+    notes.append(f"seconds grow as parameters to the power of {every:.3f}, as quantized weights to {body:.3f} (1: linearly)")
     notes.append(f"peak bytes, the largest of\n{FORMULA}")
     for shape in (*MEASURED, *LARGER):
         phases = formula(shape)
