@@ -24,7 +24,7 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
     params = load_params()
     table = plans.load_distortions(store.path("sensitivity") / "table.parquet")
     target = params.allocate.target_bits
-    problem = Problem(table.D, table.B, units.budget_bytes(target, table.body, table.salient_bytes))
+    problem = Problem(table.D, table.B, table.budget(target))
     bench = Bench(table, problem, Dense(params.benchmark.windows or 0))
     rows = [bench.row("reference", None, 0, target)]
     for name, allocator in ALLOCATORS.items():
@@ -48,8 +48,7 @@ class Bench:
         began = time.monotonic()
         size = predicted = None
         if choice is not None:
-            widths = [WIDTHS[c] for c in choice.tolist()]
-            plan = plans.Plan(self.table.body, widths, self.table.header, self.table.salient)
+            plan = self.table.plan(choice)
             predicted, size = self.problem.distortion(choice), plan.size
             round_to_nearest(self.dense, plan)
         found = self.dense.score(allocator)

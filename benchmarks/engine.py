@@ -19,7 +19,6 @@ from tasks import models, plans, progress, store
 from tasks.errors import UserError
 from tasks.settings import load as load_params
 from tasks.statistics import Protector
-from windquant import units
 from windquant.allocate import ALLOCATORS, Problem
 from windquant.engine import Engine
 from windquant.grids import WIDTHS
@@ -118,9 +117,9 @@ class Bench:
         }
 
     def _plan(self, allocator: str, target: float) -> plans.Plan:
-        two = int(self.table.B[:, WIDTHS.index(2)].sum())
-        budget = two if target == ALL_TWO else units.budget_bytes(target, self.table.body, self.table.salient_bytes)
-        return plan_of(allocator, self.table, budget)
+        table = self.table
+        budget = int(table.B[:, WIDTHS.index(2)].sum()) if target == ALL_TWO else table.budget(target)
+        return table.plan(ALLOCATORS[allocator](Problem(table.D, table.B, budget), torch.Generator().manual_seed(0)))
 
     def ours(self, plan: plans.Plan, treatment: str, seed: int) -> float:
         if treatment == "starting-scales":
@@ -147,11 +146,6 @@ class Bench:
         rounder = AutoRound(model, models.tokenizer(folder), bits=bits, group_size=GROUP, sym=False, iters=STEPS,
                             nsamples=WINDOWS, seqlen=TOKENS, batch_size=BATCH, dataset=data, device_map="cpu")  # fmt: skip
         return rounder.quantize()[0].float()
-
-
-def plan_of(allocator: str, table: plans.Table, budget: int) -> plans.Plan:
-    choice = ALLOCATORS[allocator](Problem(table.D, table.B, budget), torch.Generator().manual_seed(0))
-    return plans.Plan(table.body, [WIDTHS[c] for c in choice.tolist()], table.header, table.salient)
 
 
 def _batch(window: Tensor) -> dict[str, Tensor]:

@@ -8,70 +8,63 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import Bench, plan_of
+from benchmarks.engine import Bench
 from tasks import models, plans, progress, sensitivity, store
 from tasks.statistics import Protector
-from windquant import units
-from windquant.salient import Protection
+from windquant.allocate import Problem, lagrangian
+from windquant.salient import Mode, protection
 
 TARGETS = (2.25, 2.0)
-WAYS = (
-    None,
-    Protection("weights", 0.005),
-    Protection("weights", 0.03),
-    Protection("columns", 0.01),
-    Protection("columns", 0.03),
+WAYS: tuple[tuple[Mode, float], ...] = (
+    ("none", 0.0),
+    ("weights", 0.005),
+    ("weights", 0.03),
+    ("columns", 0.01),
+    ("columns", 0.03),
 )
 
 
 def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
     bench, rows = Bench("salient"), []
-    for way in WAYS:
+    for mode, share in WAYS:
         table = None
         for target in TARGETS:
             for seed in range(seeds):
-                key = f"{way.mode}-{way.share:g}-{target:g}-{seed}" if way else f"none-{target:g}-{seed}"
+                key = f"{mode}-{share:g}-{target:g}-{seed}"
                 if not bench.kept.has_json(key):
-                    table = table or _table(bench.table, way)
-                    bench.kept.put_json(key, _row(bench, table, way, target, seed))
+                    table = table or _table(bench.table, mode, share)
+                    bench.kept.put_json(key, _row(bench, table, target, seed))
                 rows.append(bench.kept.get_json(key))
     return rows, _notes(rows)
 
 
-def _table(base: plans.Table, way: Protection | None) -> plans.Table:
+def _table(base: plans.Table, mode: Mode, share: float) -> plans.Table:
     walk = models.walk(store.path("prepare") / "model", torch.device("cpu"))
-    report, chunk, found = progress.bar(f"distortions, {_name(way)}"), base.header["chunk_size"], []
+    protector, chunk, found = Protector(protection(mode, share)), base.header["chunk_size"], []
+    report = progress.bar(f"distortions with {share:.1%} in INT8 ({mode})")
     for i in range(len(walk)):
-        found.append(sensitivity.block(walk, i, chunk, Protector(way)))
+        found.append(sensitivity.block(walk, i, chunk, protector))
         report(i + 1, len(walk))
     D, salient = (torch.cat([f[key] for f in found]) for key in ("D", "salient"))
-    header = {"salient": way.mode, "salient_share": way.share} if way else {"salient": "none", "salient_share": 0.0}
-    return plans.Table(base.body, D, base.B, base.header | header, salient.tolist())
+    return plans.Table(base.body, D, base.B, base.header | {"salient": mode, "salient_share": share}, salient.tolist())
 
 
-def _row(bench: Bench, table: plans.Table, way: Protection | None, target: float, seed: int) -> dict[str, Any]:
-    plan = plan_of("lagrangian", table, units.budget_bytes(target, table.body, table.salient_bytes))
+def _row(bench: Bench, table: plans.Table, target: float, seed: int) -> dict[str, Any]:
+    plan = table.plan(lagrangian(Problem(table.D, table.B, table.budget(target)), torch.Generator().manual_seed(0)))
     bench.ours(plan, "reconstruction", seed)
-    found = bench.dense.score(f"{_name(way)}, {target:g} bits")
-    return {"salient": way.mode if way else "none", "share": way.share if way else 0.0, "target": target, "seed": seed,
+    mode, share = plan.header["salient"], plan.header["salient_share"]
+    found = bench.dense.score(f"{share:.1%} in INT8 ({mode}), {target:g} bits")
+    return {"salient": mode, "share": share, "target": target, "seed": seed,
             "effective_bits": plan.effective_bits, "nll": found.nll, "perplexity": found.perplexity}  # fmt: skip
 
 
-def _name(way: Protection | None) -> str:
-    return f"{way.share:.1%} {way.mode} in INT8" if way else "nothing in INT8"
-
-
 def _notes(rows: list[dict[str, Any]]) -> list[str]:
-    notes = []
-    for target in TARGETS:
-        means: dict[tuple[str, float], list[float]] = {}
-        for r in rows:
-            if r["target"] == target:
-                means.setdefault((r["salient"], r["share"]), []).append(r["nll"])
-        base = sum(means["none", 0.0]) / len(means["none", 0.0])
-        notes += [
-            f"{target:g} bits, {mode} {share:.1%}: {sum(nll) / len(nll) - base:+.4f} nats against none"
-            for (mode, share), nll in means.items()
-            if mode != "none"
-        ]
-    return notes
+    def nll(mode: str, share: float, target: float) -> float:
+        found = [r["nll"] for r in rows if (r["salient"], r["share"], r["target"]) == (mode, share, target)]
+        return sum(found) / len(found)
+
+    return [
+        f"{target:g} bits, {mode} {share:.1%}: {nll(mode, share, target) - nll(*WAYS[0], target):+.4f} nats against none"
+        for target in TARGETS
+        for mode, share in WAYS[1:]
+    ]

@@ -11,9 +11,7 @@ from tasks.errors import UserError
 from tasks.job import Job, Record
 from tasks.plans import Plan
 from tasks.reach import Reach
-from windquant import units
 from windquant.allocate import ALLOCATORS, AllocateConfig, Problem
-from windquant.grids import WIDTHS
 
 log = logging.getLogger("windquant")
 
@@ -50,12 +48,11 @@ def _other_bytes(table: plans.Table, config: AllocateConfig) -> int:
 
 def _solve(name: str, table: plans.Table, target: float, job: Job) -> tuple[Plan, list[float]]:
     try:
-        problem = Problem(table.D, table.B, units.budget_bytes(target, table.body, table.salient_bytes))
+        problem = Problem(table.D, table.B, table.budget(target))
     except ValueError as e:
         raise UserError(str(e)) from e
     choice = ALLOCATORS[name](problem, job.generator())
-    header = table.header | {"target_bits": target, "allocator": name, "seed": job.common.seed}
-    plan = Plan(table.body, [WIDTHS[c] for c in choice.tolist()], header, table.salient)
+    plan = table.plan(choice, target_bits=target, allocator=name, seed=job.common.seed)
     if plan.size > problem.budget + table.salient_bytes:
         raise AssertionError(f"allocator {name} spent {plan.size} bytes of {problem.budget + table.salient_bytes}")
     return plan, table.D.gather(1, choice[:, None])[:, 0].tolist()

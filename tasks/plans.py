@@ -40,6 +40,14 @@ class Table:
         """What salient weights take of any plan's bytes."""
         return total_size(self.protection, self.body)
 
+    def budget(self, target_bits: float) -> int:
+        """The bytes that a target leaves to the units. Raises InputError when it is out of reach."""
+        return units.budget_bytes(target_bits, self.body, self.salient_bytes)
+
+    def plan(self, choice: Tensor, **header: Any) -> "Plan":
+        """An allocator's choice; header: what the plan's says beside the table's."""
+        return Plan(self.body, [WIDTHS[c] for c in choice.tolist()], self.header | header, self.salient)
+
 
 @dataclass(frozen=True)
 class Plan:

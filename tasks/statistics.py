@@ -15,11 +15,15 @@ class BlockStatistics:
 
     def moment(self, name: str) -> Tensor:
         """H, (columns, columns)."""
-        return self._tensors[f"H.{int(self._tensors[f'source.{name}'])}"]
+        return self._of_inputs("H", name)
 
     def scale(self, name: str) -> Tensor:
         """a, (columns,)."""
-        return self._tensors[f"a.{int(self._tensors[f'source.{name}'])}"]
+        return self._of_inputs("a", name)
+
+    def _of_inputs(self, what: str, name: str) -> Tensor:
+        """Matrices with the same inputs share what is known of them."""
+        return self._tensors[f"{what}.{int(self._tensors[f'source.{name}'])}"]
 
     def fisher(self, name: str) -> Tensor:
         """g, (rows,)."""

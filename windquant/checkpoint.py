@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from windquant import blocks
 from windquant.errors import InputError
 from windquant.grids import BY_SYMBOL
+from windquant.packing import DTYPES
 from windquant.quantize import PARTS, PackedMatrix
 from windquant.salient import SALIENT_PARTS, Protection, Salient
 from windquant.units import Matrix, Unit, columns_of, effective_bits
 
 VERSION = 1
 SHARD_BYTES = 2_000_000_000
-_DTYPES = PARTS | SALIENT_PARTS
+_STORED_AS = PARTS | SALIENT_PARTS
 Entry = tuple[int, int, str]
 """Rows, columns, and one letter a unit."""
 
@@ -174,7 +175,7 @@ def count(folder: Path) -> Bytes:
     found, parameters = files(folder), 0
     stored = headers(found)
     for name, (dtype, shape) in stored.items():
-        size = _ITEM[dtype] * math.prod(shape)
+        size = DTYPES[dtype].itemsize * math.prod(shape)
         owner, _, part = name.rpartition(".")
         if owner in embeddings and part in PARTS:
             sizes[_role(name, embeddings[owner][:2])] += size
@@ -221,9 +222,6 @@ def _salient_counts(found: Iterable[Path], plan: Mapping[str, Entry], chunk_size
         except InputError as e:
             raise CheckpointError(f"{name}: {e}; make or copy the checkpoint again") from e
     return out
-
-
-_ITEM = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
 
 
 def _role(name: str, shape: Sequence[int]) -> str:
@@ -300,5 +298,7 @@ def check_fits(
                 f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}; make or copy it again"
             )
         owner, _, part = name.rpartition(".")
-        if f"{owner}.codes" in wanted and dtype != _DTYPES.get(part, dtype):
-            raise CheckpointError(f"{name} is stored as {dtype}, not as {_DTYPES[part]}; make or copy the checkpoint again")
+        if f"{owner}.codes" in wanted and dtype != _STORED_AS.get(part, dtype):
+            raise CheckpointError(
+                f"{name} is stored as {dtype}, not as {_STORED_AS[part]}; make or copy the checkpoint again"
+            )

@@ -20,7 +20,7 @@ from torch import Tensor
 from windquant import scales
 from windquant.errors import InputError
 from windquant.grids import GRIDS, decode, encode
-from windquant.quantize import RoundedUnits, round_units
+from windquant.quantize import RoundedUnits, half_units, round_units
 from windquant.salient import Held, Salient
 
 DAMP = (0.01, 0.1, 1.0)
@@ -89,7 +89,7 @@ def _round_unit(w: Tensor, U: Tensor, bits: float, held: Held) -> tuple[RoundedU
     """One unit (rows, columns), and its columns' errors in the coordinates in which U passes them on."""
     grid, w, error = GRIDS[bits], w.clone(), torch.empty_like(w)
     if not grid.has_scale:
-        unit = round_units(w[None], U[None], bits)
+        unit = half_units(w[None])
         stored = torch.where(held.free, unit.weights()[0], held.values)
         return unit, torch.linalg.solve_triangular(U, w - stored, upper=True, left=False)
     S = torch.cholesky_inverse(U, upper=True)

@@ -2,7 +2,7 @@
 
 Many tokens at once (prefill) are multiplied with the dequantized matrix, unpacked for the call: in float32 the result
 is that of the dense layer bit for bit. A few tokens (decoding) are multiplied with the grid points unit by unit, and
-each unit's sum with its scale: the same number up to the order of rounding, without writing the matrix out.
+each unit's sum with its scale: the same number up to the order of rounding, without a pass that scales the matrix.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from windquant import unpacking
 from windquant.grids import decode
-from windquant.quantize import PackedMatrix
+from windquant.packing import DTYPES
+from windquant.quantize import PARTS, PackedMatrix
 from windquant.salient import SALIENT_PARTS, Protection, Salient
 from windquant.scales import from_log8
 
@@ -36,14 +37,11 @@ class Packed(nn.Module):
         super().__init__()
         self.rows, self.columns = rows, columns
         self.runs = unpacking.layout(rows, columns, chunk_size, symbols)
-        codes, scaled = self.runs[-1].codes.stop, self.runs[-1].scaled.stop
-        self.register_buffer("codes", torch.empty(codes, dtype=torch.uint8))
-        self.register_buffer("scale", torch.empty(scaled, rows, dtype=torch.uint8))
-        self.register_buffer("span", torch.empty(scaled, 2, dtype=torch.float16))
         self._salient = tuple(SALIENT_PARTS) if protection else ()
-        for part, shape in (protection.shapes(rows, columns) if protection else {}).items():
-            dtype = torch.float16 if SALIENT_PARTS[part] == "F16" else torch.uint8
-            self.register_buffer(part, torch.empty(shape, dtype=dtype))
+        shapes = unpacking.shapes(self.runs) | (protection.shapes(rows, columns) if protection else {})
+        for part, dtype in (PARTS | SALIENT_PARTS).items():
+            if part in shapes:
+                self.register_buffer(part, torch.empty(shapes[part], dtype=DTYPES[dtype]))
 
     def fill(self, packed: PackedMatrix) -> "Packed":
         """Take the tensors of a packed matrix of this very plan; returns the layer."""

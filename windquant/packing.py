@@ -12,6 +12,11 @@ from windquant.grids import Grid
 _POWERS_OF_3 = (1, 3, 9, 27, 81)
 
 
+DTYPES = {"U8": torch.uint8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32,
+          "I64": torch.int64}  # fmt: skip
+"""What a safetensors header calls them."""
+
+
 def pack(c: Tensor, grid: Grid) -> Tensor:
     """Pack codes: 8 a byte at 1 bit, 5 at 1.58, 4 at 2, 2 at 4, 8 in three bytes at 3, one a byte at 8."""
     if grid.bits == 8:

@@ -62,18 +62,23 @@ def round_units(w: Tensor, H: Tensor, bits: float, free: Tensor | None = None) -
     """Round a stack of units (units, rows, columns) to one width, scales fitted to H (units, columns, columns). free: of
     the shape of w, False where a weight is salient and does not count.
 
-    Raises InputError when a weight kept at 16 bits overflows float16.
+    Raises InputError as `half_units` does.
     """
     grid = GRIDS[bits]
     if not grid.has_scale:
-        values = w.half()
-        if not bool(torch.isfinite(values).all()):
-            raise InputError(f"a weight of {w.abs().max():g} does not fit the 16-bit format (at most 65504)")
-        nothing = w.new_zeros(len(w), 0)
-        return RoundedUnits(grid, values, nothing.to(torch.uint8), nothing.half())
+        return half_units(w)
     s, factor = scales.fit(w, H, grid, free)
     code, span = scales.to_log8(s * factor)
     return RoundedUnits(grid, encode(w, scales.from_log8(code, span) / factor, grid), code, span)
+
+
+def half_units(w: Tensor) -> RoundedUnits:
+    """A stack of units (units, rows, columns) at 16 bits. Raises InputError when a weight overflows float16."""
+    values = w.half()
+    if not bool(torch.isfinite(values).all()):
+        raise InputError(f"a weight of {w.abs().max():g} does not fit the 16-bit format (at most 65504)")
+    nothing = w.new_zeros(len(w), 0)
+    return RoundedUnits(GRIDS[16], values, nothing.to(torch.uint8), nothing.half())
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,7 @@ class PackedMatrix:
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the three tensors that the plan implies. Raises InputError when the plan has not one known letter
         a unit."""
-        last = self.runs()[-1]
-        return {"codes": (last.codes.stop,), "scale": (last.scaled.stop, self.rows), "span": (last.scaled.stop, 2)}
+        return unpacking.shapes(self.runs())
 
     def runs(self) -> tuple[unpacking.Run, ...]:
         return unpacking.layout(self.rows, self.columns, self.chunk_size, self.symbols)

@@ -26,7 +26,7 @@ from windquant import scales
 from windquant.blocks import linears
 from windquant.errors import InputError
 from windquant.grids import GRIDS, Grid
-from windquant.quantize import RoundedUnits, round_units, stacks, together
+from windquant.quantize import RoundedUnits, half_units, stacks, together
 from windquant.salient import Salient
 from windquant.units import columns_of
 
@@ -67,7 +67,7 @@ class Latent:
             if stack.grid.has_scale:
                 s[stack.members] = scales.fit(stack.w, stack.H, stack.grid, stack.free)[0]
             else:
-                round_units(stack.w, stack.H, stack.grid.bits)  # refuses now what float16 cannot hold
+                half_units(stack.w)  # refuses now what float16 cannot hold
         codes, self.span = scales.to_log8(s, MARGIN)
         self.alive = codes > 0
         self.log = torch.where(self.alive, s.squeeze(-1), 1.0).log2()
@@ -149,7 +149,7 @@ class Latent:
                 values = c[u, None, :, :width].to(torch.uint8)
                 out.append(RoundedUnits(grid, values, scale[u, None], self.span[u, None]))
             else:
-                out.append(round_units(self.w[u, None, :, :width], self.w[:0], grid.bits))
+                out.append(half_units(self.w[u, None, :, :width]))
         return out
 
 

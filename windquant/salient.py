@@ -22,6 +22,7 @@ from torch import Tensor
 from windquant import positions, scales
 from windquant.errors import InputError
 from windquant.grids import GRIDS, decode, encode, level
+from windquant.packing import DTYPES
 from windquant.units import Matrix, Unit, columns_of
 
 SALIENT_PARTS = {"salient_positions": "U8", "salient_codes": "U8", "salient_scale": "U8", "salient_span": "F16"}
@@ -56,10 +57,9 @@ class Protection:
 
     def size(self, matrix: Matrix) -> int:
         """Bytes stored for a matrix."""
-        return sum(_BYTES[SALIENT_PARTS[p]] * math.prod(s) for p, s in self.shapes(matrix.rows, matrix.columns).items())
-
-
-_BYTES = {"U8": 1, "F16": 2}
+        return sum(
+            DTYPES[SALIENT_PARTS[p]].itemsize * math.prod(s) for p, s in self.shapes(matrix.rows, matrix.columns).items()
+        )
 
 
 def _shapes(rows: int, universe: int, codes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -63,6 +63,12 @@ def layout(rows: int, columns: int, chunk_size: int, symbols: str) -> tuple[Run,
     return tuple(runs)
 
 
+def shapes(runs: Sequence[Run]) -> dict[str, tuple[int, ...]]:
+    """Of the tensors `codes`, `scale` and `span` that a matrix's runs imply."""
+    last = runs[-1]
+    return {"codes": (last.codes.stop,), "scale": (last.scaled.stop, last.rows), "span": (last.scaled.stop, 2)}
+
+
 def points_(out: Tensor, codes: Tensor, run: Run, unit_step: bool = False) -> None:
     """Write a run's grid points, in units of its scales, into out (units, rows, width); at 16 bits the weights themselves.
 
@@ -112,8 +118,8 @@ def place_(out: Tensor, w: Tensor, run: Run) -> None:
 def multiply(
     x: Tensor, codes: Tensor, scale: Tensor, span: Tensor, runs: Sequence[Run], holes: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """x (tokens, columns) times the transposed matrix, (tokens, rows) float32, without the matrix ever being whole: the
-    grid points of all units are multiplied in the dtype of x, each unit's sums then with its scales. holes: rows and
+    """x (tokens, columns) times the transposed matrix, (tokens, rows) float32, without its weights in float32: the grid
+    points of all units are multiplied in the dtype of x, each unit's sums then with its scales. holes: rows and
     columns of weights that are to count as zero."""
     s = from_log8(scale, span)  # `_factors_` works on it in place
     full = [run for run in runs if run.width == runs[0].width]
