@@ -112,13 +112,14 @@ def quantize(source: Path, out: Path) -> None:
     windows = torch.randint(vocabulary, (WINDOWS, TOKENS), generator=torch.Generator().manual_seed(0))
     scratch, config = store.Scratch(source.name, ""), ReconstructConfig(STEPS, BATCH)
     made = engine.Engine(walk, plan, CHUNK, config, 0, scratch, "plan", lambda sentence: None)
-    writer = checkpoint.Writer(out, checkpoint.shard_bytes(walk.model))
+    entries = {m.name: checkpoint.entry(m, plan(m.name)) for m in blocks.matrices(walk.model)}
+    writer = checkpoint.Writer(out, checkpoint.Quantization(CHUNK, entries, {}), checkpoint.shard_bytes(walk.model))
     for block in made.run(windows, lambda done, total: None):
         for name, packed in block.items():
             writer.add_matrix(name, packed)
     for name in checkpoint.others(walk.model).keys() & models.shards(source).keys():  # the head is tied
         writer.add(name, checkpoint.store_other(name, walk.source(lambda n, name=name: n == name)[name]))
-    writer.close(models.config(source).to_dict(), CHUNK)
+    writer.close(models.config(source).to_dict())
 
 
 def main(folder: str, small: str, model: str) -> None:

@@ -13,8 +13,7 @@ from windquant.evaluate import Scores
 
 TEMPLATE = """\
 ---
-base_model: "{hub}"
-library_name: transformers
+{hub}library_name: transformers
 tags: [windquant]
 ---
 
@@ -49,7 +48,7 @@ tags: [windquant]
 def write(folder: Path, plan: plans.Plan, count: Bytes, treatment: str, scores: Scores) -> None:
     """README.md of a checkpoint. scores: of the reloaded checkpoint on validation text."""
     manifest, header = store.load_json(store.path("prepare") / "manifest.json"), plan.header
-    parts = ("codes", "scales", "salient", "plan", "embeddings", "head", "norms", "header")
+    parts = ("codes", "scales", "salient", "plan", "embeddings", "head", "other", "header")
     rows = [f"| {name} | {getattr(count, name):,} |" for name in parts]
     total = f"| all | {count.model:,} |"
     note = f"Of the codes {count.padding:,} bytes are padding. The plan, one byte a unit, lies in config.json."
@@ -57,7 +56,7 @@ def write(folder: Path, plan: plans.Plan, count: Bytes, treatment: str, scores: 
         "method": folder.name,
         "base": Path(manifest["model"].split("#")[0]).name,
         "model": manifest["model"],
-        "hub": manifest["model"].removeprefix("hf:"),
+        "hub": _hub(manifest["model"]),
         "model_hash": manifest["model_hash"][:16],
         "text": manifest["text"],
         "text_hash": manifest["text_hash"][:16],
@@ -76,3 +75,9 @@ def write(folder: Path, plan: plans.Plan, count: Bytes, treatment: str, scores: 
         "bytes": "\n".join(["| part | bytes |", "|---|---|", *rows, total, "", note]),
     }
     (folder / "README.md").write_text(TEMPLATE.format(**values))
+
+
+def _hub(model: str) -> str:
+    """The card's line that names the base model, of models that the hub has."""
+    kind, _, name = model.partition(":")
+    return f'base_model: "{name.partition("@")[0]}"\n' if kind == "hf" else ""

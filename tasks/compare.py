@@ -85,7 +85,7 @@ def _row(result: dict[str, Any], sizes: dict[str, Any], runs: dict[str, Any], ma
 def _headline(result: dict[str, Any], size: dict[str, Any], plan: plans.Plan) -> dict[str, float]:
     """design's vocabulary: the same keys in every run."""
     breakdown = {f"bytes/{k}": float(size[k]) for k in
-                 ("codes", "scales", "salient", "plan", "padding", "embeddings", "head", "norms", "header")}  # fmt: skip
+                 ("codes", "scales", "salient", "plan", "padding", "embeddings", "head", "other", "header")}  # fmt: skip
     return {
         **{k: v for k, v in result.items() if isinstance(v, float)},
         "effective_bits": size["effective_bits"],

@@ -16,20 +16,27 @@ COMPANIONS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", 
 def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     """A packed checkpoint, its matrices packed in memory too. Raises UserError when it is not whole."""
     try:
-        checkpoint.read_quantization(folder)
         checkpoint.files(folder)
         model = models.load(folder, device, dtype)
     except checkpoint.CheckpointError as e:
         raise UserError(str(e)) from e
-    assert isinstance(model.hf_quantizer, plugin.WindquantQuantizer)  # else transformers made the weights up
+    if not isinstance(model.hf_quantizer, plugin.WindquantQuantizer):
+        raise AssertionError(f"transformers loaded {folder} without this format's quantizer: its weights are made up")
     return model
 
 
 def export_dense(folder: Path, out: Path) -> None:
-    """The checkpoint as a plain one in bfloat16, for programs that do not know ours; tokenizer and all beside it."""
-    model = load(folder, torch.device("cpu"), torch.bfloat16)
-    model.dequantize(torch.bfloat16).save_pretrained(out)
+    """The checkpoint as a plain one in bfloat16, for programs that do not know ours; tokenizer and all beside it.
+
+    What was written is loaded back and compared: of weights under names that it does not know transformers makes some up.
+    """
+    model = load(folder, torch.device("cpu"), torch.bfloat16).dequantize(torch.bfloat16)
+    model.save_pretrained(out)
     copy_companions(folder, out)
+    written, again = model.state_dict(), models.load(out, torch.device("cpu"), torch.bfloat16).state_dict()
+    wrong = [n for n in sorted(written.keys() | again.keys()) if n not in again or not torch.equal(written[n], again[n])]
+    if wrong:
+        raise AssertionError(f"{out}: {wrong[0]} does not come back as it was written")
 
 
 def copy_companions(source: Path, out: Path) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,6 +18,21 @@ from windquant.units import Matrix, Unit
 
 UNIT_COLUMNS = ("unit", "matrix", "block", "kind", "first_column", "columns", "rows")
 COLUMNS = (*UNIT_COLUMNS, "salient")
+_NUMBER = (int, float)
+_HEADER: dict[str, tuple[type, ...]] = {
+    "model_hash": (str,),
+    "chunk_size": (int,),
+    "salient": (str,),
+    "salient_share": _NUMBER,
+}
+TABLE_HEADER = _HEADER | {"other_bytes": (dict,)}
+PLAN_HEADER = _HEADER | {
+    "target_bits": _NUMBER,
+    "allocator": (str,),
+    "seed": (int,),
+    "other_bytes": (int,),
+    "embedding_bits": (int, NoneType),
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,19 @@ def _protection(header: dict[str, Any]) -> Protection | None:
     return protection(header["salient"], header["salient_share"])
 
 
+def _check(file: Path, header: dict[str, Any], fields: dict[str, tuple[type, ...]]) -> None:
+    """That a header has these fields, of these types, and a protection that there is. Raises UserError."""
+    for name, types in fields.items():
+        if not isinstance(header.get(name), types) or isinstance(header[name], bool):
+            raise UserError(f"{file}: {name} in its header is {header.get(name)!r}; run `dvc repro` to make it again")
+    if header["chunk_size"] < 1:
+        raise UserError(f"{file}: chunks of {header['chunk_size']} columns; run `dvc repro` to make it again")
+    try:
+        _protection(header)
+    except ValueError as e:
+        raise UserError(f"{file}: {e}; run `dvc repro` to make it again") from e
+
+
 def unit_columns(body: list[Unit]) -> dict[str, list[Any]]:
     return {
         "unit": list(range(len(body))),
@@ -115,11 +144,14 @@ def save_distortions(file: Path, table: Table) -> None:
 
 def load_distortions(file: Path) -> Table:
     columns, header = store.load_table(file)
+    _check(file, header, TABLE_HEADER)
+    if missing := sorted({f"{prefix}_{b:g}" for prefix in ("distortion", "bytes") for b in WIDTHS} - columns.keys()):
+        raise UserError(f"{file} lacks the column {missing[0]}; run `dvc repro sensitivity` again")
+    body = _body(columns, header, file)
     D, B = (
         torch.tensor([columns[f"{prefix}_{b:g}"] for b in WIDTHS], dtype=dtype).T.contiguous()
         for prefix, dtype in (("distortion", torch.float64), ("bytes", torch.int64))
     )
-    body = _body(columns, file)
     if not torch.equal(B, units.sizes(body)):
         raise UserError(f"{file} counts bytes otherwise than this release; run `dvc repro sensitivity` again")
     return Table(body, D, B, header, columns["salient"])
@@ -138,21 +170,29 @@ def save_plan(file: Path, plan: Plan, distortion: list[float]) -> None:
 def load_plan(file: Path) -> Plan:
     """Raises UserError when the file is not a plan, or one that was changed by hand into something impossible."""
     columns, header = store.load_table(file)
+    _check(file, header, PLAN_HEADER)
     bits = columns.get("bits", [])
     if not bits or not set(bits) <= set(GRIDS):
         raise UserError(f"{file} is not a plan: its column `bits` must hold only {', '.join(f'{b:g}' for b in GRIDS)}")
-    return Plan(_body(columns, file), bits, header, columns["salient"])
+    return Plan(_body(columns, header, file), bits, header, columns["salient"])
 
 
-def _body(columns: dict[str, list[Any]], file: Path) -> list[Unit]:
+def _body(columns: dict[str, list[Any]], header: dict[str, Any], file: Path) -> list[Unit]:
+    """Raises UserError when the rows are not all units of whole matrices, in order."""
     if not set(COLUMNS) <= columns.keys():
         raise UserError(f"{file} lacks the columns {', '.join(COLUMNS)}; run `dvc repro` to make it again")
     widths: dict[str, int] = {}
     for name, c in zip(columns["matrix"], columns["columns"], strict=True):
         widths[name] = widths.get(name, 0) + c
-    return [
+    body = [
         Unit(Matrix(name, block, rows, widths[name]), first, width)
         for name, block, rows, first, width in zip(
             *(columns[c] for c in ("matrix", "block", "rows", "first_column", "columns")), strict=True
         )
     ]
+    if body != units.cut(dict.fromkeys(u.matrix for u in body), header["chunk_size"]):
+        raise UserError(
+            f"{file}: its rows are not all units of every matrix, from left to right in chunks of {header['chunk_size']} "
+            f"columns; run `dvc repro` to make it again"
+        )
+    return body

@@ -25,9 +25,10 @@ from windquant.calibrate import Report
 from windquant.engine import Engine
 from windquant.errors import about
 from windquant.evaluate import Scores, score
-from windquant.layers import FEW
+from windquant.layers import unpacked
 from windquant.quantize import PackedMatrix, quantize_matrix
 from windquant.reconstruct import ReconstructConfig
+from windquant.units import columns_of
 
 log = logging.getLogger("windquant")
 
@@ -51,10 +52,9 @@ class QuantizeConfig:
 
     def __post_init__(self) -> None:
         _ = self.reconstruct
-        if self.check_tokens <= FEW:
-            raise ValueError(f"check_tokens {self.check_tokens} is not above {FEW}: so few tokens are rounded otherwise")
-        if self.card_windows < 1:
-            raise ValueError(f"card_windows {self.card_windows} is not at least 1")
+        for name in ("check_tokens", "card_windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not at least 1")
 
     @property
     def reconstruct(self) -> ReconstructConfig | None:
@@ -88,19 +88,20 @@ def summary(c: checkpoint.Bytes) -> dict[str, float]:
 def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig, job: Job) -> checkpoint.Bytes:
     name, chunk = out.name, plan.header["chunk_size"]
     walk = models.walk(source, job.device)
-    if not walk.fits([u.matrix for u in plan.body]):
+    model_hash = store.load_json(store.path("prepare") / "manifest.json")["model_hash"]
+    if plan.header["model_hash"] != model_hash or not walk.fits([u.matrix for u in plan.body]):
         raise UserError(f"plan {name} is for another model than artifacts/prepare/model; run `dvc repro allocate`")
     protector = Protector(plan.protection)
     engine = Engine(walk, plan.of, chunk, config.reconstruct, job.common.seed, job.scratch, name, log.warning, protector)
     report = progress.bar(f"{config.treatment} of {name}")
     rounding = config.treatment == "rounding"
     made = _rounding(engine, report) if rounding else engine.run(_windows("calibration"), report)
-    writer = checkpoint.Writer(out, checkpoint.shard_bytes(walk.model))
+    writer = checkpoint.Writer(out, _quantization(plan, walk), checkpoint.shard_bytes(walk.model))
     for block in made:
         for matrix, stored in block.items():
             writer.add_matrix(matrix, stored)
     rest = _add_rest(writer, walk, plan)
-    writer.close(models.config(source).to_dict(), chunk, plan.protection)
+    writer.close(models.config(source).to_dict())
     packed.copy_companions(source, out)
     shutil.copyfile(store.path("allocate") / f"{name}.parquet", out / "plan.parquet")
     count = checkpoint.count(out)
@@ -113,6 +114,18 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
         packed.export_dense(out, out / "bf16")
     log.info("%s: %.4f effective bits, %.1f MB, reloaded with equal logits", name, count.effective_bits, count.model / 1e6)
     return count
+
+
+def _quantization(plan: plans.Plan, walk: blocks.Walk) -> checkpoint.Quantization:
+    header, chunk = plan.header, plan.header["chunk_size"]
+    bits: int = header["embedding_bits"] or 0
+    if bits not in (0, *embeddings.BITS):
+        rule = f"which is not one of {embeddings.BITS}"
+        raise UserError(f"the plan has embedding_bits {bits}, {rule}; run `dvc repro allocate`")
+    body = {u.matrix.name: checkpoint.entry(u.matrix, plan.of(u.matrix.name)) for u in plan.body}
+    tables = embeddings.matrices(walk.model) if bits else []
+    packed = {m.name: checkpoint.entry(m, [bits] * len(columns_of(m.columns, chunk))) for m in tables}
+    return checkpoint.Quantization(chunk, body, packed, header["salient"], header["salient_share"])
 
 
 def _windows(split: str) -> torch.Tensor:
@@ -146,7 +159,7 @@ def _add_rest(writer: checkpoint.Writer, walk: blocks.Walk, plan: plans.Plan) ->
         key = f"{matrix.name}.weight"
         stored, dense[key] = embeddings.quantize(walk.source(lambda n, key=key: n == key)[key].float(), bits,
                                                  plan.header["chunk_size"])  # fmt: skip
-        writer.add_matrix(matrix.name, stored, embedding=True)
+        writer.add_matrix(matrix.name, stored)
     names = checkpoint.others(walk.model, tables)
     for name in names:  # one by one
         for other, tensor in walk.source(lambda n, name=name: n == name).items():
@@ -172,15 +185,15 @@ def _stored(engine: Engine, rest: dict[str, torch.Tensor]) -> WeightSource:
 @torch.inference_mode()
 def _compare_logits(loaded: torch.nn.Module, packed: blocks.Walk, config: QuantizeConfig) -> None:
     """The reloaded checkpoint's logits against those of the weights as they were packed: equal, in float32."""
-    ids = _windows("validation")
-    ids = ids[: 1 + FEW // ids.shape[1], : config.check_tokens].to(packed.device)
+    ids = _windows("validation")[:1, : config.check_tokens].to(packed.device)
     hidden = packed.embed(ids)
     for i in range(len(packed)):
         with packed.block(i) as block:
             hidden = packed.run(i, block, hidden.to(packed.device))
     with packed.head() as head:
         expected = head(hidden)
-    difference = (loaded(input_ids=ids, use_cache=False).logits - expected).abs().max()
+    with unpacked(loaded):
+        difference = (loaded(input_ids=ids, use_cache=False).logits - expected).abs().max()
     if not difference == 0:
         raise AssertionError(f"the reloaded logits differ from the quantized model's by {difference:g}")
 

@@ -63,7 +63,7 @@ def reach(
     try:
         packed = units.cut(embeddings.matrices(model), chunk_size)
     except InputError as e:
-        raise UserError(str(e)) from e
+        raise UserError(f"{e} (allocate.embedding_bits: null)") from e
     other = checkpoint.other_bytes(model, packed, embedding_bits, protection)
     return Reach.of(body, other, chunk_size, protection)
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tasks.errors import UserError
+from tasks.errors import UserError, first_line
 
 
 def home() -> Path:
@@ -76,7 +76,10 @@ def save_table(file: Path, columns: dict[str, list[Any]], header: dict[str, Any]
 
 
 def load_table(file: Path) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    table = pq.read_table(_existing(file))
+    try:
+        table = pq.read_table(_existing(file))
+    except (pa.ArrowInvalid, OSError) as e:
+        raise UserError(f"{file} is damaged ({first_line(e)}); run `dvc repro` to make it again") from e
     metadata = table.schema.metadata or {}
     if b"windquant" not in metadata:
         raise UserError(f"{file} is not a table of this project: it has no header; run `dvc repro` to make it again")

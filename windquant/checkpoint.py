@@ -3,12 +3,17 @@
 A quantized matrix `m` is three tensors, `m.codes`, `m.scale`, `m.span` (see `PackedMatrix`); its shape and its widths, one
 letter a unit, are in `quantization_config.plan`, or in `.embeddings` for embeddings and the head when they are packed too.
 With salient weights it has four tensors more, `m.salient_...` (see `Salient`), and their mode and share are beside the plan.
-All other tensors are stored in float16 under their own names. `plugin` loads such a folder into transformers.
+All other tensors are stored in float16 under their own names; what is nearer to zero than 3e-8 becomes zero there. Every
+shard carries a digest of the `quantization_config`: letters of equal size could be swapped without any shape telling.
+`plugin` loads such a folder into transformers.
 """
 
+import dataclasses
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,29 +23,115 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from windquant import blocks
+from windquant import blocks, grids, unpacking
 from windquant.errors import InputError
-from windquant.grids import BY_SYMBOL
 from windquant.packing import DTYPES
 from windquant.quantize import PARTS, PackedMatrix
-from windquant.salient import SALIENT_PARTS, Protection, Salient
+from windquant.salient import SALIENT_PARTS, Mode, Protection, Salient, protection
 from windquant.units import Matrix, Unit, columns_of, effective_bits
 
-VERSION = 1
+VERSION = 2
 SHARD_BYTES = 2_000_000_000
+_AGAIN = "; make or copy the checkpoint again"
 _STORED_AS = PARTS | SALIENT_PARTS
+DIGEST = "windquant"
+"""The key in a shard's metadata."""
 Entry = tuple[int, int, str]
 """Rows, columns, and one letter a unit."""
+
+
+def entry(matrix: Matrix, bits: Iterable[float]) -> Entry:
+    return matrix.rows, matrix.columns, grids.symbols(bits)
 
 
 class CheckpointError(InputError):
     """A folder is not a checkpoint of ours, or not whole; the message names the file and what is wrong with it."""
 
 
+@dataclass(frozen=True)
+class Quantization:
+    """The `quantization_config` of a checkpoint: chunk_size, the entries of the body's matrices by name (plan) and those of
+    packed embeddings and heads, and what of the body's matrices is kept in INT8.
+
+    Raises CheckpointError when something in it is not what a checkpoint of ours says.
+    """
+
+    chunk_size: int
+    plan: dict[str, Entry]
+    embeddings: dict[str, Entry]
+    salient: Mode = "none"
+    salient_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if type(self.chunk_size) is not int or self.chunk_size < 1:
+            raise CheckpointError(f"chunk_size {self.chunk_size!r} is not a number of columns{_AGAIN}")
+        for table in (self.plan, self.embeddings):
+            if not isinstance(table, dict):
+                raise CheckpointError(f"the plan is a {type(table).__name__}, not entries by a matrix's name{_AGAIN}")
+            for name, entry in table.items():
+                self._check(name, entry)
+        if type(self.salient_share) not in (int, float):
+            raise CheckpointError(f"salient_share {self.salient_share!r} is not a number{_AGAIN}")
+        try:
+            _ = self.protection
+        except InputError as e:
+            raise CheckpointError(f"{e}{_AGAIN}") from e
+
+    def _check(self, name: str, entry: Entry) -> None:
+        try:
+            rows, columns, symbols = entry
+            if not (type(rows) is type(columns) is int and min(rows, columns) > 0 and isinstance(symbols, str)):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise CheckpointError(f"{name}: {entry!r} is not rows, columns and one letter a unit{_AGAIN}") from None
+        try:
+            unpacking.layout(rows, columns, self.chunk_size, symbols)
+        except InputError as e:
+            raise CheckpointError(f"{name}: {e}{_AGAIN}") from e
+
+    @property
+    def protection(self) -> Protection | None:
+        return protection(self.salient, self.salient_share)
+
+    @classmethod
+    def of(cls, found: object) -> "Quantization":
+        """From what a config.json holds. Raises CheckpointError when it is of another format or version, or damaged."""
+        if not isinstance(found, dict) or found.get("quant_method") != "windquant":
+            raise CheckpointError("its config.json has no quantization_config of windquant: it is not a checkpoint of ours")
+        if found.get("version") != VERSION:
+            raise CheckpointError(
+                f"the checkpoint's config.json has format version {found.get('version')!r}, this release reads {VERSION}; "
+                f"update windquant, or make the checkpoint again"
+            )
+        fields = {f.name for f in dataclasses.fields(cls)}
+        if missing := sorted(fields - found.keys()):
+            raise CheckpointError(f"its quantization_config lacks {missing[0]}{_AGAIN}")
+        return cls(**{name: found[name] for name in fields})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a config.json holds it."""
+        return {"quant_method": "windquant", "version": VERSION} | dataclasses.asdict(self)
+
+    def digest(self) -> str:
+        """sha256, what shards are marked with."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all tensors of packed matrices."""
+        out = {}
+        for table, protected in ((self.plan, self.protection), (self.embeddings, None)):
+            for name, (rows, columns, symbols) in table.items():
+                shapes = unpacking.shapes(unpacking.layout(rows, columns, self.chunk_size, symbols))
+                shapes |= protected.shapes(rows, columns) if protected else {}
+                out |= {f"{name}.{part}": shape for part, shape in shapes.items()}
+        return out
+
+
 def store_other(name: str, tensor: Tensor) -> Tensor:
     """Everything but the quantized matrices is stored in float16. Raises InputError when it does not fit."""
     stored = tensor.to(torch.float16)
-    if not bool(torch.isfinite(torch.stack(stored.aminmax())).all()):  # NaN is passed on; no copy of an embedding is made
+    # Of the extremes, for they pass NaN on, and no copy of an embedding is made.
+    if stored.numel() and not bool(torch.isfinite(torch.stack(stored.aminmax())).all()):
         raise InputError(f"{name} holds a value that float16 cannot (NaN, Inf or above 65504); the model cannot be stored")
     return stored
 
@@ -77,16 +168,18 @@ def shard_bytes(model: nn.Module) -> int:
 
 
 class Writer:
-    """Writes tensors to shards as they come, at most `shard_bytes` in memory; None: SHARD_BYTES."""
+    """Writes a checkpoint's tensors to shards as they come, at most `shard_bytes` in memory; None: SHARD_BYTES. Raises
+    CheckpointError when the folder holds a checkpoint already, whose shards would be mixed with the new ones."""
 
-    def __init__(self, folder: Path, shard_bytes: int | None = None) -> None:
-        self.shard_bytes = shard_bytes or SHARD_BYTES
-        self.folder, self.pending, self.files = folder, {}, []
+    def __init__(self, folder: Path, quantization: Quantization, shard_bytes: int | None = None) -> None:
+        self.folder, self.quantization, self.shard_bytes = folder, quantization, shard_bytes or SHARD_BYTES
+        self.pending: dict[str, Tensor] = {}
+        self.files: list[Path] = []
         self.weight_map: dict[str, int] = {}
-        self.plan: dict[str, Entry] = {}
-        self.embeddings: dict[str, Entry] = {}
         self.total = 0
         folder.mkdir(parents=True, exist_ok=True)
+        if used := sorted([*folder.glob("*.safetensors*"), *folder.glob("shard-*")]):
+            raise CheckpointError(f"{folder} holds {used[0].name} already; give a folder without a checkpoint, or empty it")
 
     def add(self, name: str, tensor: Tensor) -> None:
         tensor = tensor.detach().cpu().contiguous()
@@ -95,23 +188,30 @@ class Writer:
         self.pending[name] = tensor
         self.total += tensor.nbytes
 
-    def add_matrix(self, name: str, packed: PackedMatrix, *, embedding: bool = False) -> None:
-        """embedding: not a matrix of the body but an embedding or a head."""
+    def add_matrix(self, name: str, packed: PackedMatrix) -> None:
+        """A matrix of the body, an embedding or a head. Raises CheckpointError when it is not as the plan has it."""
+        wanted = (self.quantization.plan | self.quantization.embeddings).get(name)
+        if (packed.rows, packed.columns, packed.symbols) != wanted:
+            raise CheckpointError(f"{name} was packed as {packed.symbols!r}, the plan has {wanted}")
         for part, tensor in packed.tensors().items():
             self.add(f"{name}.{part}", tensor)
-        (self.embeddings if embedding else self.plan)[name] = (packed.rows, packed.columns, packed.symbols)
 
     def _flush(self) -> None:
         file = self.folder / f"shard-{len(self.files)}"
-        save_file(self.pending, file, {"format": "pt"})
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(self.pending, file, {DIGEST: self.quantization.digest()})  # of two keys the order would be left to chance
+        file.chmod(mode)  # safetensors leaves it to its owner alone
         self.weight_map |= dict.fromkeys(self.pending, len(self.files))
         self.files.append(file)
         self.pending = {}
 
-    def close(self, config: dict[str, Any], chunk_size: int, protection: Protection | None = None) -> None:
+    def close(self, config: dict[str, Any]) -> None:
         """Name the shards and write config.json. config: the reference model's, as a dict; its dtype stays, for that is
-        what to compute in, not what the tensors are stored as. protection: of the matrices' salient weights."""
+        what to compute in, not what the tensors are stored as. Raises CheckpointError when a matrix is missing."""
         self._flush()
+        if missing := sorted(self.quantization.tensors().keys() - self.weight_map.keys()):
+            raise CheckpointError(f"{missing[0]} was never written, though the plan has it")
         if len(self.files) == 1:
             self.files[0].rename(self.folder / "model.safetensors")
         else:
@@ -120,18 +220,16 @@ class Writer:
                 file.rename(self.folder / name)
             index = {"metadata": {"total_size": self.total}, "weight_map": {k: names[i] for k, i in self.weight_map.items()}}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        quantization = {"quant_method": "windquant", "version": VERSION, "chunk_size": chunk_size, "plan": self.plan,
-                        "embeddings": self.embeddings, "salient": protection.mode if protection else "none",
-                        "salient_share": protection.share if protection else 0.0}  # fmt: skip
-        text = json.dumps(config | {"quantization_config": quantization}, indent=2)
+        text = json.dumps(config | {"quantization_config": self.quantization.to_dict()}, indent=2)
         (self.folder / "config.json").write_text(text + "\n")
 
 
 @dataclass(frozen=True)
 class Bytes:
     """Where the bytes of a checkpoint go, counted from the files. body and model are totals; padding is the part of
-    `codes` that whole groups of packed codes leave unused, salient all of `salient_...`. `nominal_bits` is the papers'
-    own accounting: nominal bits, 8 of a salient weight, no scales, no positions."""
+    `codes` that whole groups of packed codes leave unused, salient all of `salient_...`, other what is neither matrix nor
+    table: norms, biases, routers. `nominal_bits` is the papers' own accounting: nominal bits, 8 of a salient weight, no
+    scales, no positions."""
 
     codes: int
     scales: int
@@ -140,7 +238,7 @@ class Bytes:
     padding: int
     embeddings: int
     head: int
-    norms: int
+    other: int
     header: int
     weights: int
     parameters: int
@@ -152,7 +250,7 @@ class Bytes:
 
     @property
     def model(self) -> int:
-        return self.body + self.embeddings + self.head + self.norms + self.header
+        return self.body + self.embeddings + self.head + self.other + self.header
 
     @property
     def effective_bits(self) -> float:
@@ -170,32 +268,33 @@ class Bytes:
 def count(folder: Path) -> Bytes:
     """Count a checkpoint's bytes from the files on disk, nothing else. Raises CheckpointError when it is not whole."""
     quantization = read_quantization(folder)
-    chunk, plan, embeddings = quantization["chunk_size"], quantization["plan"], quantization.get("embeddings", {})
-    sizes: dict[str, int] = dict.fromkeys(("codes", "scales", "salient", "embeddings", "head", "norms"), 0)
+    chunk, plan, embeddings = quantization.chunk_size, quantization.plan, quantization.embeddings
+    sizes: dict[str, int] = dict.fromkeys(("codes", "scales", "salient", "embeddings", "head", "other"), 0)
     found, parameters = files(folder), 0
-    stored = headers(found)
+    stored, wanted = headers(found), quantization.tensors()
+    check_fits({name: what for name, what in stored.items() if name in wanted}, wanted)
+    inside = tuple({re.split(r"\.\d+\.", name)[0] + "." for name in plan})  # the decoder blocks
     for name, (dtype, shape) in stored.items():
         size = DTYPES[dtype].itemsize * math.prod(shape)
         owner, _, part = name.rpartition(".")
-        if owner in embeddings and part in PARTS:
-            sizes[_role(name, embeddings[owner][:2])] += size
-        elif owner in plan and part in PARTS:
-            sizes["codes" if part == "codes" else "scales"] += size
-        elif owner in plan and part in SALIENT_PARTS:
-            sizes["salient"] += size
+        if owner in embeddings:
+            sizes[_role(name)] += size
+        elif name in wanted:
+            sizes["salient" if part in SALIENT_PARTS else "codes" if part == "codes" else "scales"] += size
         else:
             parameters += math.prod(shape)
-            sizes[_role(name, shape)] += size
+            table = len(shape) > 1 and not name.startswith(inside)
+            sizes[_role(name) if table else "other"] += size
     header = sum(f.stat().st_size for f in found) - sum(sizes.values())
     for name, (rows, columns, symbols) in embeddings.items():
         parameters += rows * columns
-        sizes[_role(name, (rows, columns))] += len(symbols)
+        sizes[_role(name)] += len(symbols)
     weights, padding, nominal = 0, 0, 0.0
-    salient = _salient_counts(found, plan, chunk)
+    salient = _salient_counts(found, quantization)
     for name, (rows, columns, symbols) in plan.items():
         widths = columns_of(columns, chunk)
         for symbol, width, in_int8 in zip(symbols, widths, salient.get(name, [0] * len(widths)), strict=True):
-            grid, n = BY_SYMBOL[symbol], rows * width
+            grid, n = grids.BY_SYMBOL[symbol], rows * width
             padding += grid.code_bytes(n) - n * grid.bytes_per_group // grid.codes_per_group
             nominal += (n - in_int8) * grid.bits + in_int8 * 8
             weights += n
@@ -204,63 +303,75 @@ def count(folder: Path) -> Bytes:
                  parameters=parameters + weights, nominal_bits=nominal)  # fmt: skip
 
 
-def _salient_counts(found: Iterable[Path], plan: Mapping[str, Entry], chunk_size: int) -> dict[str, list[int]]:
+def _salient_counts(found: Iterable[Path], quantization: Quantization) -> dict[str, list[int]]:
     """Salient weights in every unit of the matrices that have some."""
     tensors: dict[str, dict[str, Tensor]] = {}
     for file in found:
         with safe_open(file, "pt") as f:
             for name in f.keys():  # noqa: SIM118
                 owner, _, part = name.rpartition(".")
-                if owner in plan and part in SALIENT_PARTS:
+                if owner in quantization.plan and part in SALIENT_PARTS:
                     tensors.setdefault(owner, {})[part] = f.get_tensor(name)
     out = {}
     for name, parts in tensors.items():
         try:
-            salient = Salient.of(*plan[name][:2], parts)
+            salient = Salient.of(*quantization.plan[name][:2], parts)
             assert salient is not None
-            out[name] = salient.counts(chunk_size)
+            out[name] = salient.counts(quantization.chunk_size)
         except InputError as e:
-            raise CheckpointError(f"{name}: {e}; make or copy the checkpoint again") from e
+            raise CheckpointError(f"{name}: {e}{_AGAIN}") from e
     return out
 
 
-def _role(name: str, shape: Sequence[int]) -> str:
-    if len(shape) < 2:
-        return "norms"
+def _role(name: str) -> str:
     return "head" if "lm_head" in name or "embed_out" in name else "embeddings"
 
 
-def read_quantization(folder: Path) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint. Raises CheckpointError when it is missing, or of another version."""
+def read_quantization(folder: Path) -> Quantization:
+    """The `quantization_config` of a checkpoint. Raises CheckpointError as `Quantization.of` does."""
     file = folder / "config.json"
     if not file.exists():
         raise CheckpointError(f"{folder} has no config.json: it is not a checkpoint")
+    config = _json(file)
     try:
-        found = json.loads(file.read_text()).get("quantization_config") or {}
-    except json.JSONDecodeError as e:
+        return Quantization.of(config.get("quantization_config"))
+    except CheckpointError as e:
+        raise CheckpointError(f"{folder}: {e}") from e
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it does not hold an object")
+    except ValueError as e:  # of the encoding, too
         raise CheckpointError(f"{file} is damaged: {e}") from e
-    if found.get("quant_method") != "windquant":
-        raise CheckpointError(f"{file} has no quantization_config of windquant: it is not a checkpoint of ours")
-    check_version(found.get("version"))
     return found
-
-
-def check_version(version: object) -> None:
-    if version != VERSION:
-        raise CheckpointError(
-            f"the checkpoint's config.json has format version {version}, this release reads {VERSION}; update windquant"
-        )
 
 
 def files(folder: Path) -> list[Path]:
-    """A checkpoint's safetensors files, all there and none cut short. Raises CheckpointError."""
+    """A checkpoint's safetensors files, all there, none cut short, all of this checkpoint. Raises CheckpointError."""
     index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    names = {"model.safetensors"}
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found = [folder / name for name in names]
+        names = _json(index).get("weight_map")
+        if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
+            raise CheckpointError(f"{index} is damaged: it names no files{_AGAIN}")
+        names = set(names.values())
+    found = [folder / name for name in sorted(names)]
     headers(found)
+    check_digests(found, read_quantization(folder))
     return found
+
+
+def check_digests(found: Iterable[Path], quantization: Quantization) -> None:
+    """Raises CheckpointError when a file was written with another `quantization_config`."""
+    for file in found:
+        with safe_open(file, "pt") as f:
+            if (f.metadata() or {}).get(DIGEST) != quantization.digest():
+                raise CheckpointError(
+                    f"{file} was not written with the plan that config.json has now: one of them was changed{_AGAIN}"
+                )
 
 
 def headers(found: Iterable[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -274,6 +385,8 @@ def headers(found: Iterable[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
                 for name in f.keys():  # noqa: SIM118
                     view = f.get_slice(name)
                     out[name] = view.get_dtype(), tuple(view.get_shape())
+                    if out[name][0] not in DTYPES:
+                        raise ValueError(f"{name} is stored as {out[name][0]}")
         except Exception as e:  # safetensors' own error is not exported
             raise CheckpointError(f"{file} is damaged or cut short ({e}); copy the checkpoint again") from e
     return out
@@ -290,15 +403,13 @@ def check_fits(
     extra = sorted(found.keys() - wanted.keys())
     if missing or extra:
         what = f"lacks the tensor {missing[0]}" if missing else f"holds the tensor {extra[0]}, which the model has not"
-        raise CheckpointError(f"the checkpoint {what}: it does not fit its own config.json; make or copy it again")
+        raise CheckpointError(f"the checkpoint {what}: it does not fit its own config.json{_AGAIN}")
     for name in sorted(found):
         dtype, shape = found[name]
         if shape != wanted[name]:
             raise CheckpointError(
-                f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}; make or copy it again"
+                f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}{_AGAIN}"
             )
         owner, _, part = name.rpartition(".")
         if f"{owner}.codes" in wanted and dtype != _STORED_AS.get(part, dtype):
-            raise CheckpointError(
-                f"{name} is stored as {dtype}, not as {_STORED_AS[part]}; make or copy the checkpoint again"
-            )
+            raise CheckpointError(f"{name} is stored as {dtype}, not as {_STORED_AS[part]}{_AGAIN}")

@@ -29,9 +29,7 @@ def matrices(model: Any) -> list[Matrix]:
             continue
         name = next(n for n, m in model.named_modules() if m is module)
         if type(module) not in (nn.Embedding, nn.Linear):
-            raise InputError(
-                f"{name} is a {type(module).__name__}, which cannot be packed; leave allocate.embedding_bits out (null)"
-            )
+            raise InputError(f"{name} is a {type(module).__name__}, which cannot be packed; leave it at 16 bits")
         found.append((name, module))
     return [Matrix(name, -1, *m.weight.shape) for name, m in found]
 

@@ -21,6 +21,7 @@ from windquant.grids import symbols
 from windquant.quantize import PARTS, PackedMatrix, RoundedUnits, pack_matrix
 from windquant.reconstruct import Latent, ReconstructConfig, reconstruct
 from windquant.salient import SALIENT_PARTS, Salient
+from windquant.units import columns_of
 
 FORWARD_WINDOWS = 4
 """Windows that run through a block together."""
@@ -46,8 +47,15 @@ class Engine:
     def run(self, windows: Tensor, report: Report) -> Iterator[dict[str, PackedMatrix]]:
         """Yields the packed matrices of every block, first to last. windows: calibration token ids (n, T).
 
-        Raises InputError on NaN or Inf in weights or activations, with the block's or the matrix's name.
+        Raises InputError on NaN or Inf in weights or activations, with the block's or the matrix's name, without windows,
+        and when the plan has not one width a unit.
         """
+        if not windows.numel():
+            raise InputError(f"calibration windows of the shape {tuple(windows.shape)} hold no text")
+        for m in (m for i in range(len(self.walk)) for m in self.walk.matrices(i)):
+            units, planned = len(columns_of(m.columns, self.chunk_size)), len(self.plan(m.name))
+            if planned != units:
+                raise InputError(f"{m.name}: the plan has {planned} widths for its {units} units")
         streams = None
         for i in range(len(self.walk)):
             if not self.has(i):

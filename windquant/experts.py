@@ -37,6 +37,27 @@ class Experts(nn.ModuleList):
                 out.index_add_(0, token, y.to(out.dtype))
         return out
 
+    def fuse(self) -> nn.Module:
+        """transformers' module, with the experts' weights."""
+        (fused,) = self._fused
+        names = ("gate_up_proj", "down_proj") if fused.has_gate else ("up_proj", "down_proj")
+        for name in names:
+            weights = torch.stack([self._together(e, name, "weight") for e in self])
+            weights = weights.transpose(1, 2).contiguous() if fused.is_transposed else weights
+            setattr(fused, name, nn.Parameter(weights, requires_grad=False))
+            if fused.has_bias:
+                biases = torch.stack([self._together(e, name, "bias") for e in self])
+                setattr(fused, f"{name}_bias", nn.Parameter(biases, requires_grad=False))
+        return fused
+
+    def _together(self, expert: Any, name: str, part: str) -> Tensor:
+        """A fused projection of one expert, its outputs in the first dimension."""
+        (fused,) = self._fused
+        if name != "gate_up_proj":
+            return getattr(expert.get_submodule(name), part).detach()
+        halves = [getattr(expert.get_submodule(half), part).detach() for half in ("gate_proj", "up_proj")]
+        return torch.cat(halves) if fused.is_concatenated else torch.stack(halves, 1).flatten(0, 1)
+
     def run(self, expert: Any, x: Tensor) -> Tensor:
         (fused,) = self._fused
         if not fused.has_gate:
@@ -52,6 +73,15 @@ def unfuse_(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if _is_fused(child):
                 setattr(module, name, Experts(child))
+
+
+def fuse_(model: nn.Module) -> None:
+    """Inverse of `unfuse_`: transformers' own modules, with parameters, in the place of experts that are plain linear
+    layers."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Experts):
+                setattr(module, name, child.fuse())
 
 
 def groups(block: nn.Module) -> list[list[str]]:

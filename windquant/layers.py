@@ -5,7 +5,8 @@ is that of the dense layer bit for bit. A few tokens (decoding) are multiplied w
 each unit's sum with its scale: the same number up to the order of rounding, without a pass that scales the matrix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,14 +14,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windquant import unpacking
+from windquant.errors import InputError
 from windquant.grids import decode
 from windquant.packing import DTYPES
-from windquant.quantize import PARTS, PackedMatrix
+from windquant.quantize import PARTS
 from windquant.salient import SALIENT_PARTS, Protection, Salient
 from windquant.scales import from_log8
 
 FEW = 8
 """Up to so many tokens are multiplied unit by unit."""
+
+
+@contextmanager
+def unpacked(model: nn.Module) -> Iterator[None]:
+    """Inside, the model multiplies with unpacked matrices however few the tokens are, as experts see few of many: in
+    float32 its results are those of the dense model bit for bit."""
+    layers = [m for m in model.modules() if isinstance(m, Packed)]
+    before = [m.few for m in layers]
+    try:
+        for m in layers:
+            m.few = 0
+        yield
+    finally:
+        for m, few in zip(layers, before, strict=True):
+            m.few = few
 
 
 class Packed(nn.Module):
@@ -30,6 +47,7 @@ class Packed(nn.Module):
     codes: Tensor
     scale: Tensor
     span: Tensor
+    like: Tensor
 
     def __init__(self, rows: int, columns: int, chunk_size: int, symbols: str, protection: Protection | None = None) -> None:
         """Empty tensors of the shapes that plan and protection imply. Raises InputError when the plan does not fit the
@@ -37,16 +55,23 @@ class Packed(nn.Module):
         super().__init__()
         self.rows, self.columns = rows, columns
         self.runs = unpacking.layout(rows, columns, chunk_size, symbols)
+        self.few = FEW
         self._salient = tuple(SALIENT_PARTS) if protection else ()
         shapes = unpacking.shapes(self.runs) | (protection.shapes(rows, columns) if protection else {})
         for part, dtype in (PARTS | SALIENT_PARTS).items():
             if part in shapes:
                 self.register_buffer(part, torch.empty(shapes[part], dtype=DTYPES[dtype]))
+        # Follows the model's casts, as a dense layer's parameter would.
+        self.register_buffer("like", torch.empty(0), persistent=False)
 
-    def fill(self, packed: PackedMatrix) -> "Packed":
-        """Take the tensors of a packed matrix of this very plan; returns the layer."""
-        self.load_state_dict(packed.tensors(), strict=False, assign=True)
-        return self
+    def check(self) -> None:
+        """Raises InputError when what was loaded cannot be: scales that are NaN or infinite, positions out of range."""
+        if not bool(torch.isfinite(self.span).all()):
+            raise InputError("the range of its scales holds NaN or Inf")
+        if (salient := self.salient) is not None:
+            if not bool(torch.isfinite(salient.span).all()):
+                raise InputError("the range of its salient weights' scales holds NaN or Inf")
+            salient.index()
 
     @property
     def salient(self) -> Salient | None:
@@ -61,13 +86,13 @@ class Packed(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weights, float32, unpacked for this call: for code that looks at a layer's dtype, device or values."""
-        return self.dequantize()
+        """The weights, unpacked for this call: for code that looks at a layer's dtype, device or values."""
+        return self.dequantize(self.like.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., columns) -> x w^T + bias (..., rows), in the dtype of x."""
         tokens = x.numel() // self.columns
-        if tokens > FEW:
+        if tokens > self.few:
             return F.linear(x, self.dequantize(x.dtype), bias)
         out = self._multiply_few(x.reshape(tokens, self.columns)).to(x.dtype).reshape(*x.shape[:-1], self.rows)
         return out if bias is None else out + bias
@@ -122,17 +147,13 @@ class PackedLinear(Packed):
 class PackedEmbedding(Packed):
     """nn.Embedding with a packed table at 4 or 8 bits; unpacks the rows that are looked up, into the model's dtype."""
 
-    like: Tensor
-
     def __init__(self, rows: int, columns: int, chunk_size: int, symbols: str) -> None:
         super().__init__(rows, columns, chunk_size, symbols)
         self.num_embeddings, self.embedding_dim = rows, columns
-        # Follows the model's casts, as a parameter of nn.Embedding would.
-        self.register_buffer("like", torch.empty(0), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids.flatten()
-        s = from_log8(self.scale[:, rows], self.span)
+        s = from_log8(self.scale.index_select(1, rows), self.span)  # which refuses negative ids
         out = torch.empty(len(rows), self.columns, dtype=self.like.dtype, device=ids.device)
         for run in self.runs:
             w = decode(unpacking.row_codes(self.codes, run, rows), s[run.scaled], run.grid)

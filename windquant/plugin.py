@@ -5,7 +5,6 @@ quantizers. A checkpoint that is not whole, or not of the model its config.json 
 transformers by itself would fill what is missing with random numbers and warn.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,24 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from windquant import checkpoint, experts
-from windquant.checkpoint import CheckpointError, Entry
+from windquant.checkpoint import CheckpointError, Quantization
 from windquant.errors import InputError
 from windquant.layers import Packed, PackedEmbedding, PackedLinear, TiedHead
-from windquant.salient import Mode, Protection, protection
+from windquant.salient import Protection
 
 
 class WindquantConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a checkpoint, see `checkpoint`."""
+    """The `quantization_config` of a checkpoint. Raises CheckpointError as `checkpoint.Quantization` does."""
 
-    def __init__(
-        self,
-        version: int = checkpoint.VERSION,
-        chunk_size: int = 64,
-        plan: Mapping[str, Entry] | None = None,
-        embeddings: Mapping[str, Entry] | None = None,
-        salient: Mode = "none",
-        salient_share: float = 0.0,
-        quant_method: str = "windquant",
-    ) -> None:
-        checkpoint.check_version(version)
-        self.quant_method, self.version, self.chunk_size = quant_method, version, chunk_size  # pyright: ignore[reportAttributeAccessIssue]
-        self.plan, self.embeddings = dict(plan or {}), dict(embeddings or {})
-        self.salient: Mode = salient
-        self.salient_share = salient_share
+    def __init__(self, **found: Any) -> None:
+        self.quantization = Quantization.of({"quant_method": "windquant"} | found)
+        self.quant_method = "windquant"  # pyright: ignore[reportAttributeAccessIssue]
 
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """As the base class, but another version is refused before its fields are looked at."""
-        checkpoint.check_version(config_dict.get("version"))
-        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+    def to_dict(self) -> dict[str, Any]:
+        return self.quantization.to_dict()
+
+    def __iter__(self) -> Any:
+        yield from self.to_dict().items()
 
 
 class WindquantQuantizer(HfQuantizer):
@@ -60,15 +47,30 @@ class WindquantQuantizer(HfQuantizer):
         if not checkpoint_files or not all(f.endswith(".safetensors") for f in checkpoint_files):
             raise CheckpointError("a packed checkpoint is read from safetensors only; this folder holds other weight files")
         experts.unfuse_(model)  # the plan names every expert's matrices
-        replace_layers(model, self.quantization_config)
+        replace_layers(model, self.quantization_config.quantization)
         tied = dict(model.all_tied_weights_keys)
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        checkpoint.check_fits(checkpoint.headers(map(Path, checkpoint_files)), wanted, optional=tied)
+        files = [Path(f) for f in checkpoint_files]
+        checkpoint.check_fits(checkpoint.headers(files), wanted, optional=tied)
+        checkpoint.check_digests(files, self.quantization_config.quantization)
         return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name, module in model.named_modules():
+            if isinstance(module, Packed):
+                try:
+                    module.check()
+                except InputError as e:
+                    raise CheckpointError(f"{name}: {e}; make or copy the checkpoint again") from e
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+        return None, {checkpoint.DIGEST: self.quantization_config.quantization.digest()}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         wanted = model.dtype if dtype is None else dtype
         restore_layers(model, wanted)
+        experts.fuse_(model)  # else save_pretrained would write names that transformers puts together for some models alone
         for p in model.parameters():  # not buffers: rotary frequencies stay in float32
             p.data = p.data.to(wanted)
         return model
@@ -81,30 +83,29 @@ class WindquantQuantizer(HfQuantizer):
         return False
 
 
-def replace_layers(model: Any, config: WindquantConfig) -> None:
+def replace_layers(model: Any, quantization: Quantization) -> None:
     """Put an empty packed layer in the place of every matrix that the plan names. Raises CheckpointError when a plan is
     not the model's."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
+    if head is None:
+        raise CheckpointError(f"{type(model).__name__} has no language model's head; load with AutoModelForCausalLM")
     tied = bool(model.all_tied_weights_keys)
-    for name, (rows, columns, symbols) in {**config.plan, **config.embeddings}.items():
-        try:
-            dense: Any = model.get_submodule(name)
-            expected = tuple(dense.weight.shape)
-        except AttributeError:
-            raise CheckpointError(f"the plan names {name}, which the model of its config.json has not") from None
-        if (rows, columns) != expected:
-            raise CheckpointError(
-                f"{name} is {rows} x {columns} in the plan and {expected[0]} x {expected[1]} by config.json: "
-                f"plan and config are of different models"
-            )
-        try:
-            protected = protection(config.salient, config.salient_share) if name in config.plan else None
-            model.set_submodule(name, _packed(dense, rows, columns, config.chunk_size, symbols, protected))
-        except InputError as e:
-            raise CheckpointError(f"{name}: {e}; make the checkpoint again") from e
+    for table, protected in ((quantization.plan, quantization.protection), (quantization.embeddings, None)):
+        for name, (rows, columns, symbols) in table.items():
+            try:
+                dense: Any = model.get_submodule(name)
+                expected = tuple(dense.weight.shape)
+            except AttributeError:
+                raise CheckpointError(f"the plan names {name}, which the model of its config.json has not") from None
+            if (rows, columns) != expected:
+                raise CheckpointError(
+                    f"{name} is {rows} x {columns} in the plan and {expected[0]} x {expected[1]} by config.json: "
+                    f"plan and config are of different models"
+                )
+            model.set_submodule(name, _packed(dense, rows, columns, quantization.chunk_size, symbols, protected))
     packed = model.get_input_embeddings()
-    if tied and head is not None and packed is not embedding:
+    if tied and packed is not embedding:
         model.set_output_embeddings(TiedHead(packed, head.bias))
         # Tied by construction; transformers would look for its weight.
         model._tied_weights_keys, model.all_tied_weights_keys = {}, {}

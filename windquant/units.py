@@ -107,6 +107,6 @@ def budget_bytes(target_bits: float, units: Sequence[Unit], salient: int = 0) ->
         raise InputError(
             f"target_bits {target_bits:g} is out of reach: with this model and chunk size a plan takes between "
             f"{math.ceil(floor * 1e4) / 1e4:g} and {math.floor(ceiling * 1e4) / 1e4:g} effective bits "
-            f"({counted} counted); set allocate.target_bits inside that range or widen the chunks"
+            f"({counted} counted); choose a target inside that range or widen the chunks"
         )
     return math.floor(target_bits * weights_in(units) / 8) - salient

@@ -26,7 +26,7 @@ def folder(tiny, tmp_path):
 
 def test_what_is_not_whole_ends_in_a_sentence(folder):
     edit(folder, lambda q: q.update(version=99))
-    with pytest.raises(UserError, match="format version 99, this release reads 1; update windquant"):
+    with pytest.raises(UserError, match="format version 99, this release reads 2; update windquant"):
         packed.load(folder, CPU)
 
 
@@ -60,7 +60,7 @@ def test_the_card_says_what_the_checkpoint_is(folder, tiny, monkeypatch):
     monkeypatch.chdir(folder.parent)
     store.save_json(store.path("prepare") / "manifest.json", {"model": "hf:org/tiny", "model_hash": "abc", "text": "path:t.txt",
                                                               "text_hash": "def"})  # fmt: skip
-    plan = checkpoint.read_quantization(folder)["plan"]
+    plan = checkpoint.read_quantization(folder).plan
     bits = [BY_SYMBOL[s].bits for _, _, symbols in plan.values() for s in symbols]
     header = {"allocator": "lagrangian", "target_bits": 5.5, "chunk_size": CHUNK, "seed": 0, "embedding_bits": None,
               "salient": "none", "salient_share": 0.03}  # fmt: skip

@@ -12,6 +12,7 @@ from tasks.calibrate import CalibrateConfig
 from tasks.config import Common
 from tasks.job import Job
 from tasks.quantize import QuantizeConfig
+from tests.conftest import architecture
 from windquant import checkpoint
 from windquant.sensitivity import SensitivityConfig
 
@@ -128,6 +129,38 @@ def test_a_plan_for_another_model_is_refused(prepared):
     )
     with pytest.raises(quantize.UserError, match="plan lagrangian is for another model than artifacts/prepare/model"):
         run("quantize")
+
+
+def test_embeddings_at_a_width_of_none_are_refused(prepared):
+    for stage in ("calibrate", "sensitivity", "allocate"):
+        shutil.copytree(run(stage), store.path(stage))
+    file = store.path("allocate") / "lagrangian.parquet"
+    columns, header = store.load_table(file)
+    store.save_table(file, columns, header | {"embedding_bits": 3})
+    with pytest.raises(quantize.UserError, match="embedding_bits 3, which is not one of"):
+        run("quantize")
+
+
+def test_a_plan_for_other_weights_of_the_same_shapes_is_refused(prepared):
+    for stage in ("calibrate", "sensitivity", "allocate"):
+        shutil.copytree(run(stage), store.path(stage))
+    file = store.path("prepare") / "manifest.json"
+    store.save_json(file, store.load_json(file) | {"model_hash": "another"})
+    with pytest.raises(quantize.UserError, match="plan lagrangian is for another model"):
+        run("quantize")
+
+
+@pytest.mark.parametrize("treatment", ["rounding", "feedback", "reconstruction"])
+def test_experts_that_see_few_tokens_are_compared_like_all_others(prepared, monkeypatch, treatment):
+    """Of 16 tokens most experts of eight see fewer than a packed layer unpacks its matrix for."""
+    folder = store.path("prepare") / "model"
+    shutil.rmtree(folder)
+    architecture("qwen3_moe").save_pretrained(folder)
+    config = QuantizeConfig(treatment, check_tokens=16, steps=2, export_dequantized=True)
+    monkeypatch.setitem(STAGES, "quantize", (quantize.run, config))
+    for stage in STAGES:
+        shutil.copytree(run(stage), store.path(stage))
+    checkpoint.files(store.path("quantize") / "lagrangian")
 
 
 @pytest.mark.parametrize(

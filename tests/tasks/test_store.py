@@ -14,6 +14,8 @@ def _inside(tmp_path, monkeypatch):
 
 BODY = cut([Matrix("layers.0.q_proj", 0, 8, 40), Matrix("layers.1.up_proj", 1, 4, 32)], 16)
 UNPROTECTED = {"salient": "none", "salient_share": 0.03}
+HEADER = UNPROTECTED | {"model_hash": "abc", "chunk_size": 16}
+PLAN_HEADER = HEADER | {"target_bits": 2.25, "allocator": "uniform", "seed": 0, "other_bytes": 100, "embedding_bits": None}
 
 
 def test_resume_state_survives_the_same_fingerprint():
@@ -31,7 +33,7 @@ def test_resume_state_of_other_params_or_data_is_never_used():
 
 
 def test_a_plan_comes_back_as_it_was_saved():
-    plan = plans.Plan(BODY, [2, 1.58, 16, 3, 1], {"target_bits": 2.25, "chunk_size": 16}, [7, 0, 3, 0, 1])
+    plan = plans.Plan(BODY, [2, 1.58, 16, 3, 1], PLAN_HEADER, [7, 0, 3, 0, 1])
     plans.save_plan(store.Path("plan.parquet"), plan, [0.1] * 5)
     assert plans.load_plan(store.Path("plan.parquet")) == plan
 
@@ -43,7 +45,9 @@ def test_the_same_plan_is_the_same_file():
 
 
 def test_the_table_comes_back_as_it_was_saved():
-    table = plans.Table(BODY, torch.rand(5, 7, dtype=torch.float64), sizes(BODY), {"chunk_size": 16}, [7, 0, 3, 0, 1])
+    table = plans.Table(
+        BODY, torch.rand(5, 7, dtype=torch.float64), sizes(BODY), HEADER | {"other_bytes": {"null": 100}}, [7, 0, 3, 0, 1]
+    )
     plans.save_distortions(store.Path("t.parquet"), table)
     found = plans.load_distortions(store.Path("t.parquet"))
     assert found.body == BODY and torch.equal(found.D, table.D) and torch.equal(found.B, table.B)
@@ -51,11 +55,49 @@ def test_the_table_comes_back_as_it_was_saved():
 
 
 def test_a_width_that_does_not_exist_is_refused():
-    plan = plans.Plan(BODY, [2.0] * 5, UNPROTECTED, [0] * 5)
-    plans.save_plan(store.Path("plan.parquet"), plan, [0.1] * 5)
-    columns, header = store.load_table(store.Path("plan.parquet"))
-    store.save_table(store.Path("plan.parquet"), columns | {"bits": [5.0] * 5}, header)
+    changed_plan(columns={"bits": [5.0] * 5})
     with pytest.raises(UserError, match="is not a plan: its column `bits` must hold only 1, 1.58, 2"):
+        plans.load_plan(store.Path("plan.parquet"))
+
+
+def changed_plan(columns=None, header=None, rows=None):
+    """A plan's file, somebody's hand in it. rows: the order of its rows."""
+    plans.save_plan(store.Path("plan.parquet"), plans.Plan(BODY, [2, 1.58, 16, 3, 1], PLAN_HEADER, [0] * 5), [0.1] * 5)
+    found, old = store.load_table(store.Path("plan.parquet"))
+    found = {name: [values[i] for i in rows or range(5)] for name, values in found.items()} | (columns or {})
+    store.save_table(store.Path("plan.parquet"), found, {k: v for k, v in (old | (header or {})).items() if v != "gone"})
+
+
+@pytest.mark.parametrize("rows", [[1, 0, 2, 3, 4], [1, 2, 3, 4], [0, 3, 1, 2, 4], [0, 2, 3, 4]])
+def test_rows_in_another_order_or_missing_are_refused(rows):
+    """They would give widths to other columns than the allocator meant."""
+    changed_plan(rows=rows)
+    with pytest.raises(UserError, match="its rows are not all units of every matrix, from left to right"):
+        plans.load_plan(store.Path("plan.parquet"))
+
+
+@pytest.mark.parametrize("header", [
+    {"chunk_size": "gone"}, {"chunk_size": 0}, {"chunk_size": "16"}, {"chunk_size": 8}, {"salient": "gone"}, {"salient": "foo"},
+    {"salient_share": None}, {"embedding_bits": "8"}, {"model_hash": 7}, {"seed": True},
+])  # fmt: skip
+def test_a_damaged_header_is_refused_in_a_sentence(header):
+    changed_plan(header=header)
+    with pytest.raises(UserError, match="plan.parquet"):
+        plans.load_plan(store.Path("plan.parquet"))
+
+
+def test_a_table_that_lacks_a_width_is_refused():
+    table = plans.Table(BODY, torch.rand(5, 7), sizes(BODY), HEADER | {"other_bytes": {}}, [0] * 5)
+    plans.save_distortions(store.Path("t.parquet"), table)
+    columns, header = store.load_table(store.Path("t.parquet"))
+    store.save_table(store.Path("t.parquet"), {k: v for k, v in columns.items() if k != "bytes_3"}, header)
+    with pytest.raises(UserError, match="lacks the column bytes_3"):
+        plans.load_distortions(store.Path("t.parquet"))
+
+
+def test_a_file_that_is_no_table_is_refused():
+    store.Path("plan.parquet").write_bytes(b"junk")
+    with pytest.raises(UserError, match=r"plan.parquet is damaged"):
         plans.load_plan(store.Path("plan.parquet"))
 
 

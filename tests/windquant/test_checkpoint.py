@@ -2,10 +2,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import windquant  # noqa: F401  registers the format with transformers
-from tests.conftest import tiny_config
+from tests.conftest import architecture, taken_apart, tiny_config
 from windquant import blocks, checkpoint, embeddings
 from windquant.quantize import quantize_matrix
 from windquant.salient import Protection, protect, total_size
@@ -15,26 +17,36 @@ CHUNK = 32
 WIDTHS = (2, 3, 16, 1.58, 1, 4, 8)
 
 
+def plan_of(model, widths=WIDTHS):
+    """All widths mixed."""
+    return {
+        m.name: [widths[(i + j) % len(widths)] for j in range(-(-m.columns // CHUNK))]
+        for i, m in enumerate(blocks.matrices(model))
+    }
+
+
 def save(model, folder, widths=WIDTHS, embedding_bits=None, protection=None):
-    """A checkpoint of the model with all widths mixed; the model's own weights become what was stored."""
-    writer = checkpoint.Writer(folder)
-    for i, m in enumerate(blocks.matrices(model)):
+    """A checkpoint of the model; the model's own weights become what was stored."""
+    plan, tables = plan_of(model, widths), embeddings.matrices(model) if embedding_bits else []
+    body = {m.name: checkpoint.entry(m, plan[m.name]) for m in blocks.matrices(model)}
+    packed_tables = {m.name: checkpoint.entry(m, [embedding_bits] * (m.columns // CHUNK)) for m in tables}
+    protected = (protection.mode, protection.share) if protection else ()
+    writer = checkpoint.Writer(folder, checkpoint.Quantization(CHUNK, body, packed_tables, *protected))
+    for m in blocks.matrices(model):
         linear = model.get_submodule(m.name)
-        bits = [widths[(i + j) % len(widths)] for j in range(-(-m.columns // CHUNK))]
         salient = protect(linear.weight, torch.ones(m.columns), protection) if protection else None
-        packed, dense = quantize_matrix(linear.weight, torch.eye(m.columns), bits, CHUNK, salient)
+        packed, dense = quantize_matrix(linear.weight, torch.eye(m.columns), plan[m.name], CHUNK, salient)
         writer.add_matrix(m.name, packed)
         linear.weight.data.copy_(dense)
-    tables = embeddings.matrices(model) if embedding_bits else []
     for m in tables:
         weight = model.get_submodule(m.name).weight
         packed, dense = embeddings.quantize(weight.data, embedding_bits, CHUNK)
-        writer.add_matrix(m.name, packed, embedding=True)
+        writer.add_matrix(m.name, packed)
         weight.data.copy_(dense)
     for name, p in checkpoint.others(model, tables).items():
         writer.add(name, checkpoint.store_other(name, p))
         p.data.copy_(checkpoint.store_other(name, p).float())
-    writer.close(model.config.to_dict(), CHUNK, protection)
+    writer.close(model.config.to_dict())
     return folder
 
 
@@ -138,11 +150,12 @@ def test_an_unknown_protection_is_refused(saved, change):
 
 
 def rewrite(folder, change):
-    """change: tensors -> the tensors to put in their place."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | change(tensors), folder / "model.safetensors", {"format": "pt"})
+    """change: tensors -> the tensors to put in their place; None takes one away."""
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as f:
+        metadata = f.metadata()
+    tensors = load_file(file)
+    save_file({k: t for k, t in (tensors | change(tensors)).items() if t is not None}, file, metadata)
 
 
 def test_a_salient_range_of_another_type_is_refused(protected):
@@ -168,7 +181,7 @@ def edit(folder, change):
 
 def test_another_version_is_refused(saved):
     edit(saved[0], lambda q: q.update(version=99))
-    with pytest.raises(checkpoint.CheckpointError, match="format version 99, this release reads 1"):
+    with pytest.raises(checkpoint.CheckpointError, match="format version 99, this release reads 2"):
         load(saved[0])
 
 
@@ -216,18 +229,13 @@ def test_a_config_with_other_embeddings_is_refused(saved):
 
 
 def test_codes_of_another_type_are_refused(saved):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(saved[0] / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.span"
-    save_file(tensors | {name: tensors[name].float()}, saved[0] / "model.safetensors", {"format": "pt"})
+    rewrite(saved[0], lambda tensors: {name: tensors[name].float()})
     with pytest.raises(checkpoint.CheckpointError, match="up_proj.span is stored as F32, not as F16"):
         load(saved[0])
 
 
 def test_pickled_weights_are_refused(saved):
-    from safetensors.torch import load_file
-
     file = saved[0] / "model.safetensors"
     torch.save(load_file(file), saved[0] / "pytorch_model.bin")
     file.unlink()
@@ -253,8 +261,125 @@ def test_shards_are_small_beside_a_block(tiny):
 
 
 def test_a_writers_own_shard_size_holds(tmp_path):
-    writer = checkpoint.Writer(tmp_path, 1000)
+    writer = checkpoint.Writer(tmp_path, checkpoint.Quantization(32, {}, {}), 1000)
     for i in range(4):
         writer.add(f"t{i}", torch.zeros(400, dtype=torch.uint8))
-    writer.close({}, 32)
+    writer.close({})
     assert sorted(f.name for f in tmp_path.glob("*.safetensors")) == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def turn_round(q):
+    entry = next(e for e in q["plan"].values() if e[2][0] != e[2][-1] and e[1] % CHUNK == 0)
+    entry[2] = entry[2][::-1]
+
+
+@pytest.mark.parametrize("change", [turn_round, lambda q: q.update(chunk_size=40)])  # 64 columns are two chunks of both
+def test_a_plan_that_was_changed_without_changing_its_size_is_refused(tiny, tmp_path, change):
+    """No shape tells: with 2 bits everywhere all of these load into tensors of the very same shapes."""
+    folder = save(tiny, tmp_path / "q", widths=(2, 1.58))
+    edit(folder, change)
+    for read in (load, checkpoint.count):
+        with pytest.raises(checkpoint.CheckpointError):
+            read(folder)
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda q: q.update(chunk_size=0), "chunk_size 0 is not a number of columns"),
+    (lambda q: q.update(chunk_size="32"), "chunk_size '32' is not a number of columns"),
+    (lambda q: q.pop("chunk_size"), "lacks chunk_size"),
+    (lambda q: q.pop("plan"), "lacks plan"),
+    (lambda q: q.update(plan=[1]), "the plan is a list"),
+    (lambda q: q["plan"].update({Q: 7}), f"{Q}: 7 is not rows, columns and one letter a unit"),
+    (lambda q: q["plan"].update({Q: ["64", 64, "22"]}), "is not rows, columns and one letter a unit"),
+    (lambda q: q["plan"].update({Q: [64, 64, 22]}), "is not rows, columns and one letter a unit"),
+    (lambda q: q.update(embeddings={"model.embed_tokens": [300, 64]}), "is not rows, columns and one letter a unit"),
+    (lambda q: q.update(salient_share="x"), "salient_share 'x' is not a number"),
+    (lambda q: q.update(salient=["weights"]), "salient .* is unknown"),
+    (lambda q: q.update(version="1"), "format version '1', this release reads 2"),
+])  # fmt: skip
+def test_a_damaged_config_is_refused_in_a_sentence(saved, change, says):
+    edit(saved[0], change)
+    for read in (load, checkpoint.count):
+        with pytest.raises(checkpoint.CheckpointError, match=says):
+            read(saved[0])
+
+
+def test_a_quantization_config_that_is_no_object_is_refused(saved):
+    file = saved[0] / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": [1]}))
+    with pytest.raises(checkpoint.CheckpointError, match="not a checkpoint of ours"):
+        checkpoint.count(saved[0])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_refused(saved, text):
+    (saved[0] / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(checkpoint.CheckpointError, match=r"index.json is damaged"):
+        checkpoint.files(saved[0])
+
+
+@pytest.mark.parametrize("part", ["codes", "scale", "span"])
+def test_a_missing_tensor_is_not_counted_over(saved, part):
+    rewrite(saved[0], lambda tensors: {f"{Q}.{part}": None})
+    for read in (load, checkpoint.count):
+        with pytest.raises(checkpoint.CheckpointError, match=f"lacks the tensor {Q}.{part}"):
+            read(saved[0])
+
+
+def test_a_tensor_of_a_foreign_type_is_refused(saved):
+    name = "model.norm.weight"
+    rewrite(saved[0], lambda tensors: {name: tensors[name].to(torch.float8_e4m3fn)})
+    with pytest.raises(checkpoint.CheckpointError, match="model.norm.weight is stored as F8_E4M3"):
+        load(saved[0])
+
+
+@pytest.mark.parametrize("part", ["span", "salient_span"])
+def test_scales_that_are_no_numbers_are_refused_by_name(protected, part):
+    rewrite(protected[0], lambda tensors: {f"{Q}.{part}": torch.full_like(tensors[f"{Q}.{part}"], float("nan"))})
+    with pytest.raises(checkpoint.CheckpointError, match=f"{Q}: the range of its .*scales holds NaN"):
+        load(protected[0])
+
+
+def test_a_model_without_a_head_says_what_to_load_it_with(saved):
+    with pytest.raises(checkpoint.CheckpointError, match="LlamaModel has no .* head; load with AutoModelForCausalLM"):
+        AutoModel.from_pretrained(saved[0])
+
+
+def test_a_used_folder_is_refused(saved):
+    with pytest.raises(checkpoint.CheckpointError, match="holds model.safetensors already"):
+        checkpoint.Writer(saved[0], checkpoint.Quantization(CHUNK, {}, {}))
+
+
+def test_a_checkpoint_is_closed_only_when_the_plans_matrices_are_there(saved, tmp_path):
+    writer = checkpoint.Writer(tmp_path / "new", checkpoint.read_quantization(saved[0]))
+    writer.add("x", torch.zeros(1))
+    with pytest.raises(checkpoint.CheckpointError, match=r"\.codes was never written"):
+        writer.close({})
+
+
+def test_a_matrix_that_is_not_the_plans_is_refused(saved, tmp_path):
+    quantization = checkpoint.read_quantization(saved[0])
+    packed, _ = quantize_matrix(torch.randn(64, 64), torch.eye(64), [3, 3], CHUNK)
+    with pytest.raises(checkpoint.CheckpointError, match=f"{Q} was packed as '33', the plan has"):
+        checkpoint.Writer(tmp_path / "new", quantization).add_matrix(Q, packed)
+
+
+def test_others_may_read_the_files(saved):
+    assert (saved[0] / "model.safetensors").stat().st_mode == (saved[0] / "config.json").stat().st_mode
+
+
+def test_routers_and_biases_are_neither_embeddings_nor_heads(tmp_path):
+    model = taken_apart(architecture("gpt_oss"))
+    counted = checkpoint.count(save(model, tmp_path / "q", widths=(3,)))
+    assert (counted.embeddings, counted.head) == (2 * 300 * 64, 0)
+    assert counted.other == sum(2 * t.numel() for n, t in checkpoint.others(model).items() if "embed" not in n)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e5])
+def test_what_float16_cannot_hold_is_named(value):
+    with pytest.raises(checkpoint.InputError, match="model.norm holds a value that float16 cannot"):
+        checkpoint.store_other("model.norm", torch.tensor([1.0, value]))
+    assert checkpoint.store_other("empty", torch.empty(0)).shape == (0,)

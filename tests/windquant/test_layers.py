@@ -16,6 +16,11 @@ SHAPES = [(40, 7 * 32 + 19, 32), (37, 7 * 15 + 4, 15), (64, 576, 64)]
 """rows, columns, chunk size: a narrower last unit, rows and chunks that fill no byte and no register, and neither."""
 
 
+def fill(layer, packed):
+    layer.load_state_dict(packed.tensors(), strict=False, assign=True)
+    return layer
+
+
 def packed_linear(rows, columns, chunk, bits=None, seed=0, bias=False, protection=None):
     """A layer of the bits given, else of all widths mixed, and its dense weights."""
     generator = torch.Generator().manual_seed(seed)
@@ -24,7 +29,7 @@ def packed_linear(rows, columns, chunk, bits=None, seed=0, bias=False, protectio
     w = torch.randn(rows, columns, generator=generator)
     salient = protect(w, torch.ones(columns), protection) if protection else None
     packed, dense = quantize_matrix(w, torch.eye(columns), [bits] * units if bits else mixed, chunk, salient)
-    layer = PackedLinear(rows, columns, chunk, packed.symbols, bias, protection).fill(packed)
+    layer = fill(PackedLinear(rows, columns, chunk, packed.symbols, bias, protection), packed)
     assert isinstance(layer, PackedLinear) and torch.equal(packed.dequantize(), dense)
     return layer, dense
 
@@ -116,7 +121,7 @@ def test_a_cast_leaves_what_is_stored(cast, protection):
 def test_rows_that_are_looked_up_are_the_dense_tables(shape, bits):
     rows, columns, chunk = shape
     packed, dense = embeddings.quantize(torch.randn(rows, columns), bits, chunk)
-    layer = PackedEmbedding(rows, columns, chunk, packed.symbols).fill(packed)
+    layer = fill(PackedEmbedding(rows, columns, chunk, packed.symbols), packed)
     ids = torch.tensor([[0, rows - 1, 3], [3, 3, 17]])
     assert torch.equal(layer.dequantize(), dense)
     assert torch.equal(layer(ids), dense[ids])
@@ -129,3 +134,38 @@ def test_an_embedding_is_rounded_to_nearest(bits):
     w = torch.randn(300, 64)
     _, dense = embeddings.quantize(w, bits, 32)
     assert (dense - w).norm() / w.norm() < 2.0 ** -(bits - 1)
+
+
+@pytest.mark.parametrize("protection", [None, *PROTECTIONS])
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_in_float16_large_activations_do_not_overflow_before_the_scale(bits, protection):
+    """Weights of 1e-3 and activations of 1,000: outputs of a few units, codes times activations beyond 65,504."""
+    layer, _ = packed_linear(64, 576, 64, bits, protection=protection)
+    layer.span[:, 0] -= 10  # in octaves
+    if protection:
+        layer.salient_span[:, 0] -= 10
+    x = 1000 * torch.ones(1, 576, dtype=torch.float16)
+    expected = F.linear(x.double(), layer.dequantize().double())
+    assert ((layer(x).double() - expected).abs() <= 3e-3 * F.linear(x.double(), layer.dequantize().double().abs())).all()
+
+
+def test_a_layers_weight_has_the_models_dtype():
+    layer, dense = packed_linear(64, 576, 64)
+    assert layer.weight.dtype == torch.float32 and layer.bfloat16().weight.dtype == torch.bfloat16
+    assert torch.equal(layer.weight, dense.bfloat16())
+
+
+def test_unpacked_few_tokens_too_give_the_dense_layers_output_bit_for_bit():
+    layer, dense = packed_linear(64, 576, 64)
+    x = torch.randn(3, 576)
+    with layers.unpacked(layer):
+        assert torch.equal(layer(x), F.linear(x, dense))
+    assert layer.few == layers.FEW
+
+
+def test_ids_out_of_range_are_refused():
+    packed, _ = embeddings.quantize(torch.randn(40, 64), 8, 32)
+    layer = fill(PackedEmbedding(40, 64, 32, packed.symbols), packed)
+    for ids in ([-1], [40]):
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            layer(torch.tensor(ids))

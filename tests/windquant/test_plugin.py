@@ -100,7 +100,7 @@ def test_a_bias_is_loaded(tmp_path):
 
 def test_a_dense_model_is_not_quantized_on_the_fly(tiny_folder):
     with pytest.raises(ValueError, match="does require the model to be pre-quantized"):
-        load(tiny_folder, quantization_config=WindquantConfig())
+        load(tiny_folder, quantization_config=WindquantConfig(**checkpoint.Quantization(32, {}, {}).to_dict()))
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # lm-eval hands over the model's own
