@@ -4,6 +4,7 @@ Scheduled by prefect.yaml; by hand `python -m flows.run`. `dvc repro` makes the 
 """
 
 import os
+import signal
 import sys
 
 from flows.environment import ROOT, setup
@@ -15,7 +16,7 @@ from prefect.client.schemas.objects import State  # noqa: E402
 from prefect.logging import get_run_logger  # noqa: E402
 from prefect.states import Completed, Failed  # noqa: E402
 
-from tasks import tracking  # noqa: E402
+from tasks import interrupts, tracking  # noqa: E402
 from tasks.errors import UserError  # noqa: E402
 from tasks.stage import StageFailed, run_stage  # noqa: E402
 from tasks.stages import STAGES  # noqa: E402
@@ -50,6 +51,7 @@ def _stage(stage: str, environment: dict[str, str]) -> str:
 
 
 def main() -> int:
+    interrupts.listen(signal.SIGINT)
     try:
         state = pipeline(return_state=True)
     except KeyboardInterrupt:

@@ -17,17 +17,16 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 # Nothing heavier up here: an interrupt while torch is imported must end in a sentence too.
+from tasks import interrupts
 from tasks.errors import UserError
 from tasks.stages import STAGES
 from windquant.errors import InputError
 
 log = logging.getLogger("windquant")
 USER_ERROR, INTERRUPTED = 2, 130
-MAIN = os.getpid()
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -47,7 +46,7 @@ def main(argv: list[str]) -> int:
         print(f"usage: python -m tasks <{'|'.join(STAGES)}>", file=sys.stderr)
         return USER_ERROR
     stage = argv[0]
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts.listen(signal.SIGTERM, signal.SIGINT)
     try:
         log_file = Path(".state") / stage / "log.txt"
         _logging(stage, log_file)
@@ -60,12 +59,6 @@ def main(argv: list[str]) -> int:
         sentence = str(e) if isinstance(e, UserError | InputError) else _resource_sentence(e)
         log.error("%s", sentence or traceback.format_exc())
         return USER_ERROR if sentence else 1
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    if os.getpid() != MAIN:  # a library's worker process, told to end
-        os._exit(0)
-    raise KeyboardInterrupt
 
 
 def _logging(stage: str, file: Path) -> None:
@@ -101,6 +94,7 @@ def _run(stage: str, log_file: Path) -> None:
         out.mkdir(parents=True)
         began, cpu = time.time(), _cpu_seconds()
         record = _stage(stage, params, out, scratch)
+        interrupts.check()
         usage = _usage(time.time() - began, _cpu_seconds() - cpu)
         record.metrics = usage | record.metrics
         opened.log(record)
@@ -131,6 +125,7 @@ def _stage(stage: str, params: Any, out: Path, scratch: Any) -> Any:
         return f"target {dial.target_bits(params.allocate):.4g} effective bits; {dial}"
 
     module = importlib.import_module(f"tasks.{stage}")
+    interrupts.check()
     return module.run(getattr(params, stage), Job(stage, params.common, out, scratch, check_target))
 
 

@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from tasks import interrupts
+
 log = logging.getLogger("windquant")
 EVERY_S = 5.0
 
@@ -18,6 +20,7 @@ def bar(label: str) -> Callable[[int, int], None]:
 
     def report(done: int, total: int) -> None:
         nonlocal last, first
+        interrupts.check()
         now = time.monotonic()
         first = max(done - 1, 0) if first is None else first
         if now - last < EVERY_S or (done == total and first == 0 and last == began):
@@ -37,6 +40,7 @@ def _live(label: str) -> Callable[[int, int], None]:
 
     def report(done: int, total: int) -> None:
         nonlocal line
+        interrupts.check()
         if line is None:
             line = tqdm(total=total, initial=max(done - 1, 0), desc=label, leave=False, dynamic_ncols=True)
         line.update(done - line.n)

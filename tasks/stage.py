@@ -16,6 +16,8 @@ from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
+from tasks import interrupts
+
 DVC = (sys.executable, "-m", "dvc")
 USER_ERROR = re.compile(r"exited with 2$", re.MULTILINE)
 """How DVC reports a stage whose bad input is the user's to mend (tasks/__main__.py)."""
@@ -53,9 +55,11 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
         try:
             assert process.stdout is not None
             for line in process.stdout:
+                interrupts.check()
                 if (line := line.rstrip()) and line.strip() not in HINTS:
                     said.append(line)
                     log.info(line)
+            interrupts.check()
         except BaseException:
             _stop(process)
             _restore(stage, environment)
