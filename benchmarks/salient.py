@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import Bench
-from tasks import models, plans, progress, sensitivity, store
+from benchmarks.engine import Bench, Memory
+from tasks import models, plans, sensitivity, store
 from tasks.statistics import Protector
 from windquant.allocate import Problem, lagrangian
 from windquant.salient import Mode, protection
@@ -40,13 +40,9 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _table(base: plans.Table, mode: Mode, share: float) -> plans.Table:
     walk = models.walk(store.path("prepare") / "model", torch.device("cpu"))
-    protector, chunk, found = Protector(protection(mode, share)), base.header["chunk_size"], []
-    report = progress.bar(f"distortions with {share:.1%} in INT8 ({mode})")
-    for i in range(len(walk)):
-        found.append(sensitivity.block(walk, i, chunk, protector))
-        report(i + 1, len(walk))
-    D, salient = (torch.cat([f[key] for f in found]) for key in ("D", "salient"))
-    return plans.Table(base.body, D, base.B, base.header | {"salient": mode, "salient_share": share}, salient.tolist())
+    protector, label = Protector(protection(mode, share)), f"distortions with {share:.1%} in INT8 ({mode})"
+    D, salient = sensitivity.distortions(walk, base.header["chunk_size"], protector, Memory(), label)
+    return plans.Table(base.body, D, base.B, base.header | {"salient": mode, "salient_share": share}, salient)
 
 
 def _row(bench: Bench, table: plans.Table, target: float, seed: int) -> dict[str, Any]:

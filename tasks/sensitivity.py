@@ -13,6 +13,7 @@ from tasks.reach import other_bytes_by_bits
 from tasks.reach import reach as reach_of
 from tasks.statistics import BlockStatistics, Protector
 from windquant import blocks, sensitivity, units
+from windquant.calibrate import Scratch
 from windquant.errors import about
 from windquant.grids import WIDTHS
 from windquant.sensitivity import SensitivityConfig
@@ -24,15 +25,7 @@ def run(config: SensitivityConfig, job: Job) -> Record:
     protector = Protector(config.protection)
     reach = reach_of(walk.model, config.chunk_size, protection=config.protection)
     body = units.cut(blocks.matrices(walk.model), reach.chunk_size)
-    report = progress.bar("rounding every unit to every width")
-    found = []
-    for i in range(len(walk)):
-        name = f"block-{i}"
-        if not job.scratch.has(name):
-            job.scratch.put(name, block(walk, i, reach.chunk_size, protector))
-        found.append(job.scratch.get(name))
-        report(i + 1, len(walk))
-    D, salient = (torch.cat([f[key] for f in found]) for key in ("D", "salient"))
+    D, salient = distortions(walk, reach.chunk_size, protector, job.scratch, "rounding every unit to every width")
     header = {
         "model_hash": store.load_json(store.path("prepare") / "manifest.json")["model_hash"],
         "chunk_size": reach.chunk_size,
@@ -40,13 +33,25 @@ def run(config: SensitivityConfig, job: Job) -> Record:
         "salient": config.salient,
         "salient_share": config.salient_share,
     }
-    save_distortions(job.out / "table.parquet", Table(body, D, units.sizes(body), header, salient.tolist()))
+    save_distortions(job.out / "table.parquet", Table(body, D, units.sizes(body), header, salient))
     totals = {f"distortion_all/{b:g}": float(D[:, j].sum()) for j, b in enumerate(WIDTHS)}
     return Record(params={"chunk_size": reach.chunk_size, "units": len(body)}, metrics=totals)
 
 
-def block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector) -> dict[str, torch.Tensor]:
-    """The units' distortions, and how many salient weights they hold."""
+def distortions(
+    walk: blocks.Walk, chunk_size: int, protector: Protector, scratch: Scratch, label: str
+) -> tuple[torch.Tensor, list[int]]:
+    """Of all units at all widths, (units, widths), and how many salient weights every unit holds."""
+    found, report = [], progress.bar(label)
+    for i in range(len(walk)):
+        if not scratch.has(f"block-{i}"):
+            scratch.put(f"block-{i}", _block(walk, i, chunk_size, protector))
+        found.append(scratch.get(f"block-{i}"))
+        report(i + 1, len(walk))
+    return torch.cat([f["D"] for f in found]), torch.cat([f["salient"] for f in found]).tolist()
+
+
+def _block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector) -> dict[str, torch.Tensor]:
     statistics = BlockStatistics(index)
     tables, counts = [], []
     with walk.block(index) as module:

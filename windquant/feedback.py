@@ -75,17 +75,18 @@ def round_with_feedback(
     start = 0
     for original in columns:
         u, c = int(original.min()) // chunk_size, slice(start, start + len(original))
+        free = held.free[None, :, c] if salient else None
         if found.U is None:
-            unit = round_units(w[None, :, c], H[original][None, :, original], bits[u], held.free[None, :, c])
+            unit = round_units(w[None, :, c], H[original][None, :, original], bits[u], free)
         else:
-            unit, error = _round_unit(w[:, c], found.U[c, c], bits[u], held[c])
+            unit, error = _round_unit(w[:, c], found.U[c, c], bits[u], held[c], free)
             w[:, c.stop :] -= error @ found.U[c, c.stop :]
         units[u] = unit.permuted(original.argsort())
         start = c.stop
     return [units[u] for u in range(len(columns))], found
 
 
-def _round_unit(w: Tensor, U: Tensor, bits: float, held: Held) -> tuple[RoundedUnits, Tensor]:
+def _round_unit(w: Tensor, U: Tensor, bits: float, held: Held, free: Tensor | None) -> tuple[RoundedUnits, Tensor]:
     """One unit (rows, columns), and its columns' errors in the coordinates in which U passes them on."""
     grid, w, error = GRIDS[bits], w.clone(), torch.empty_like(w)
     if not grid.has_scale:
@@ -93,7 +94,7 @@ def _round_unit(w: Tensor, U: Tensor, bits: float, held: Held) -> tuple[RoundedU
         stored = torch.where(held.free, unit.weights()[0], held.values)
         return unit, torch.linalg.solve_triangular(U, w - stored, upper=True, left=False)
     S = torch.cholesky_inverse(U, upper=True)
-    scale, span = scales.to_log8(scales.fit(w[None], S[None], grid, held.free[None])[0])
+    scale, span = scales.to_log8(scales.fit(w[None], S[None], grid, free)[0])
     unit = RoundedUnits(grid, torch.empty(1, *w.shape, dtype=torch.uint8, device=w.device), scale, span)
     s = scales.from_log8(scale, span)[0]
     for j in range(w.shape[1]):

@@ -16,6 +16,7 @@ c = clamp(round(y)) codes; Q(w) = d (c + o).
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,8 +37,10 @@ MARGIN = 0.5
 
 @dataclass(frozen=True)
 class ReconstructConfig:
-    """steps: signed-gradient steps a block. batch: windows a step. rate: what a weight (in steps of its grid) and a scale
-    (in octaves) move in the first step; None takes 1 / steps, with which they go half a step and half an octave in all."""
+    """steps: signed-gradient steps a block. batch: windows a step. rate: what a weight moves in the first step, in steps of
+    its grid, half of it at 3 bits and more; None takes 1 / steps, with which it goes half a step in all. A scale moves as
+    far as takes its grid's outermost level by a weight's move, at most `rate` octaves: moved alike on all grids, scales
+    throw the levels of wide ones about (benchmarks/LOG.md)."""
 
     steps: int = 50
     batch: int = 4
@@ -73,6 +76,9 @@ class Latent:
         self.log = torch.where(self.alive, s.squeeze(-1), 1.0).log2()
         self.step, self.o, self.top = (self._of_grids(f) for f in (lambda g: g.step, _o, lambda g: g.levels - 1))
         self.exact = self._of_grids(lambda g: not g.has_scale).bool()
+        self.move = self._of_grids(lambda g: 0.5 if g.levels > 4 else 1.0)
+        outermost = torch.maximum(self.o.abs(), self.top + self.o)
+        self.octaves = (self.move / (math.log(2) * outermost)).clamp_max(1)
 
     def _units(self, t: Tensor) -> Tensor:
         """(rows, columns) -> (units, rows, columns of a unit)."""
@@ -126,7 +132,7 @@ class Latent:
         return q.transpose(0, 1).flatten(1)[:, : sum(self.widths)]
 
     def learn_(self, gradient: Tensor, rate: float) -> None:
-        """One step against the sign of the gradient of Q(w), (rows, columns)."""
+        """One step against the sign of the gradient of Q(w), (rows, columns). rate: as ReconstructConfig's."""
         for columns, part in self.parts():
             part._learn_(gradient[:, columns], rate)
 
@@ -137,9 +143,9 @@ class Latent:
         y = self.y(d)
         inside = (y >= -0.5) & (y <= self.top + 0.5)
         # LSQ's gradient of the scale: c + o - w / d inside the grid, its end outside.
-        of_scale = (G * (self.codes(y) + self.o - (y + self.o) * inside)).sum(-1)
-        self.log -= rate * of_scale.sign()
-        self.w.addcmul_((G * inside).sign_(), d.where(~self.exact, 0.0), value=-rate)
+        of_scale = (G * (self.codes(y) + self.o - (y + self.o) * inside)).sum(-1, keepdim=True)
+        self.log -= (rate * self.octaves * of_scale.sign()).squeeze(-1)
+        self.w.addcmul_((G * inside).sign_(), (self.move * d).where(~self.exact, 0.0), value=-rate)
 
     def rounded(self) -> list[RoundedUnits]:
         """The units as they are stored, left to right."""

@@ -35,8 +35,8 @@ class SensitivityConfig:
     matrix is kept in INT8 whatever the plan, single `weights`, whole input `columns` or `none`; salient_share: how many."""
 
     chunk_size: int | None = None
-    salient: Mode = "none"
-    salient_share: float = 0.03
+    salient: Mode = "weights"
+    salient_share: float = 0.005
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 8:

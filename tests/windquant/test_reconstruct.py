@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_unlearned_it_is_rounding_to_nearest():
     assert float(inside.float().mean()) > 0.9
 
 
-def test_at_the_default_rate_no_weight_moves_further_than_one_point():
+def test_within_half_a_step_no_weight_moves_further_than_one_point():
     w, H = matrix()
     latent, steps = Latent(w, H, [3] * 8, CHUNK), 20
     before, log = latent.codes(latent.y(latent.d())), latent.log.clone()
@@ -84,7 +85,34 @@ def test_a_scale_follows_its_clipped_weights():
         latent = Latent(w, torch.eye(16), [2], CHUNK)
         latent.log.fill_(0.0)
         latent.learn_(torch.full((1, 16), -float(sign)), 0.1)
-        assert float(latent.log) == pytest.approx(0.1 * sign)
+        assert float(latent.log) * sign > 0
+
+
+@pytest.mark.parametrize(("bits", "outermost", "move"), [(2, 1.5, 1), (3, 4, 0.5), (4, 8, 0.5), (8, 128, 0.5)])
+def test_a_scales_step_takes_its_outermost_level_as_far_as_a_weights_step(bits, outermost, move):
+    """In first order; both in steps of the grid."""
+    latent = Latent(torch.full((1, 16), -5.0), torch.eye(16), [bits], CHUNK)
+    latent.log.zero_()
+    latent.learn_(torch.ones(1, 16), 1e-2)
+    octaves = float(latent.log.abs())
+    assert octaves * math.log(2) * outermost == pytest.approx(1e-2 * move, rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", [1, 1.58])
+def test_no_scale_moves_by_more_octaves_than_the_rate(bits):
+    latent = Latent(torch.full((1, 16), -5.0), torch.eye(16), [bits], CHUNK)
+    latent.log.zero_()
+    latent.learn_(torch.ones(1, 16), 1e-2)
+    assert float(latent.log.abs()) == pytest.approx(1e-2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("bits", "move"), [(1, 1), (1.58, 1), (2, 1), (3, 0.5), (4, 0.5), (8, 0.5)])
+def test_weights_of_wide_grids_move_half_as_far(bits, move):
+    w, H = matrix(12, 16)
+    latent = Latent(w / 8, H, [bits], CHUNK)
+    before, d = latent.w.clone(), latent.d()
+    latent.learn_(torch.ones(12, 16), 1e-2)
+    assert float(((before - latent.w) / d).max()) == pytest.approx(1e-2 * move, rel=1e-3)
 
 
 def test_a_row_of_zeros_stays_zero():
