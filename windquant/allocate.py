@@ -147,22 +147,29 @@ def sensitivity_rank(problem: Problem, generator: torch.Generator) -> Tensor:
     return _fill(problem, _raise(problem, choice, order, 2), order)
 
 
-def lagrangian(problem: Problem, generator: torch.Generator) -> Tensor:
-    """argmin over each unit of D + lambda B, with lambda bisected to the budget; the rest is spent greedily.
+def at_price(problem: Problem, p: float) -> Tensor:
+    """argmin over each unit of D + p B."""
+    return (problem.D.double() + p * problem.B.double()).argmin(1)
 
-    What the bisection finds is optimal among all plans of its own size (Everett 1963).
-    """
-    D, B = problem.D.double(), problem.B.double()
-    choose = lambda lam: (D + lam * B).argmin(1)  # noqa: E731
-    low, high = 1e-40, float(D.max() / (B[:, 1:] - B[:, :-1]).abs().clamp_min(1).min()) + 1.0
-    if problem.size(choose(low)) <= problem.budget:
-        return choose(low)
+
+def price(problem: Problem) -> float:
+    """The lowest price p, nats a byte, at which argmin D + p B keeps the budget (Everett 1963: it is optimal among all
+    plans of its own size)."""
+    B = problem.B.double()
+    low, high = 1e-40, float(problem.D.max() / (B[:, 1:] - B[:, :-1]).abs().clamp_min(1).min()) + 1.0
+    if problem.size(at_price(problem, low)) <= problem.budget:
+        return low
     for _ in range(200):
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if problem.size(choose(middle)) <= problem.budget else (middle, high)
+        low, high = (low, middle) if problem.size(at_price(problem, middle)) <= problem.budget else (middle, high)
         if high <= low * (1 + 1e-14):
             break
-    return _spend(problem, choose(high))
+    return high
+
+
+def lagrangian(problem: Problem, generator: torch.Generator) -> Tensor:
+    """argmin over each unit of D + p B at the `price` of the budget; what that leaves is spent greedily."""
+    return _spend(problem, at_price(problem, price(problem)))
 
 
 def _spend(problem: Problem, choice: Tensor) -> Tensor:

@@ -1,0 +1,144 @@
+import pytest
+import torch
+
+from windquant.allocate import Problem, lagrangian, price
+from windquant.environment import Standard, static_state
+from windquant.ppo import PPOConfig
+from windquant.search import Counted, Search, SearchConfig, correct, groups
+from windquant.units import Matrix, cut, sizes
+
+KINDS = ("q_proj", "v_proj", "up_proj", "down_proj")
+BODY = cut([Matrix(f"layers.{i}.{kind}", i, 64, 128) for i in range(6) for kind in KINDS], 32)
+
+
+def table(seed=0):
+    """Distortions that fall four times a bit, of units that differ by orders of magnitude."""
+    g = torch.Generator().manual_seed(seed)
+    scale = torch.exp(torch.randn(len(BODY), 1, generator=g, dtype=torch.float64))
+    return 1e-3 * scale * 4.0 ** -torch.tensor([1, 1.58, 2, 3, 4, 8, 16], dtype=torch.float64)
+
+
+def truth(D, strength=1.0):
+    """What the table does not know: a factor by kind and depth."""
+    kind = torch.tensor([KINDS.index(u.matrix.kind) for u in BODY], dtype=torch.float64)
+    depth = torch.tensor([u.matrix.block / 5 for u in BODY], dtype=torch.float64)
+    return D * torch.exp(strength * (kind - 1.5 + 1.5 * (1 - depth)))[:, None]
+
+
+def problem(bits=2.3, D=None):
+    B = sizes(BODY)
+    return Problem(table() if D is None else D, B, int(bits / 8 * sum(u.weights for u in BODY)) + 40 * len(BODY))
+
+
+def loss_of(D):
+    return lambda choices: D.gather(1, choices.T).sum(0)
+
+
+def search(seed=0, **config):
+    given = problem()
+    own = torch.nn.functional.one_hot(torch.tensor([KINDS.index(u.matrix.kind) for u in BODY]), 6)  # so that kinds differ
+    static = static_state(BODY, given.D, own)
+    learning = PPOConfig(lr=2e-3, minibatch=64, gamma=0.0, lam=0.0)
+    return Search(
+        given, Standard.of(static)(static), groups(BODY, 3), loss_of(truth(given.D)), SearchConfig(**config), learning, seed
+    )
+
+
+def test_a_units_groups_add_up_to_one_and_are_of_its_kind():
+    psi = groups(BODY, 3).view(len(BODY), len(KINDS), 3)
+    assert torch.allclose(psi.sum((1, 2)), torch.ones(len(BODY), dtype=torch.float64))
+    assert all(psi[i, KINDS.index(u.matrix.kind)].sum() == 1 for i, u in enumerate(BODY))
+    assert psi[0, 0].tolist() == [1, 0, 0] and psi[-1, -1].tolist() == [0, 0, 1]
+
+
+def test_a_plan_is_never_asked_for_twice():
+    calls = []
+    counted = Counted(lambda c: (calls.append(len(c)), c.sum(1).double())[1])
+    a, b = torch.tensor([[0, 1], [2, 2], [0, 1]]), torch.tensor([[2, 2], [3, 3]])
+    assert counted(a).tolist() == [1, 4, 1] and counted(b).tolist() == [4, 6]
+    assert calls == [2, 1] and len(counted.known) == 3
+
+
+def test_a_loss_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="the true loss of a plan is NaN or Inf"):
+        Counted(lambda c: torch.tensor([float("nan")]))(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_the_correction_finds_factors_of_groups():
+    """From losses that follow the model exactly, but for an offset."""
+    D, psi = table(), groups(BODY, 3)
+    factor = 1 + psi @ torch.linspace(-0.6, 1.2, psi.shape[1], dtype=torch.float64)
+    choices = torch.randint(0, 5, (300, len(BODY)), generator=torch.Generator().manual_seed(1))
+    found = correct(D, psi, choices, 3.7 + loss_of(D * factor[:, None])(choices), 1e-6)
+    torch.testing.assert_close(found, D * factor[:, None], rtol=1e-3, atol=0)
+
+
+def test_without_evidence_the_table_stands():
+    D, psi = table(), groups(BODY, 3)
+    choices = torch.randint(0, 5, (3, len(BODY)))
+    torch.testing.assert_close(correct(D, psi, choices, loss_of(D)(choices), 1e3), D, rtol=1e-4, atol=0)
+
+
+def test_the_search_beats_the_lagrangian_of_the_table_it_started_from():
+    """And comes most of the way to the optimum, the lagrangian of the truth."""
+    found = search(episodes=96, batch=8)
+    while found.episodes < 96:
+        stats = found.rollout()
+    given = problem()
+    true = loss_of(truth(given.D))
+    start = float(true(lagrangian(given, torch.Generator())[None]))
+    best = float(true(lagrangian(problem(D=truth(given.D)), torch.Generator())[None]))
+    choice, loss = found.loss.best()
+    assert loss == stats["best_loss"] == float(true(choice[None])) and given.size(choice) <= given.budget
+    assert (loss - best) < 0.2 * (start - best)
+    assert all(given.size(c) <= given.budget for c in found.choices)
+
+
+def test_the_same_seed_finds_the_same():
+    runs = []
+    for seed in (0, 0, 1):
+        found = search(seed, episodes=8, batch=4)
+        stats = [found.rollout(), found.rollout()]
+        runs.append((stats, found.choices.tolist()))
+    assert runs[0] == runs[1] and runs[0][1] != runs[2][1]
+
+
+def test_a_search_that_was_interrupted_goes_on_to_the_same_result():
+    whole, cut_off, again = (search(episodes=12, batch=4) for _ in range(3))
+    for _ in range(3):
+        stats = whole.rollout()
+    cut_off.rollout()
+    again.load(cut_off.state())
+    again.rollout()
+    assert again.rollout() == stats
+    ours, theirs = again.state(), whole.state()
+    assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+@pytest.mark.parametrize(("aim", "rises"), [(0.0, True), (10.0, False)])
+def test_the_multiplier_of_quality_rises_while_losses_are_above_their_aim(aim, rises):
+    found = search(episodes=4, batch=4)
+    found.target_loss = aim
+    assert (found.rollout()["mu"] > 1) == rises
+
+
+def test_no_more_episodes_are_played_than_asked_for():
+    found = search(episodes=6, batch=4)
+    assert [found.rollout()["episodes"] for _ in range(2)] == [4, 6]
+    with pytest.raises(ValueError, match="all 6 episodes are played"):
+        found.rollout()
+
+
+def test_the_first_plan_is_the_lagrangians():
+    found = search()
+    assert torch.equal(found.choices[0], lagrangian(problem(), torch.Generator())) and found.episodes == 0
+
+
+def test_the_price_rises_as_the_budget_falls():
+    assert price(problem(2.0)) > price(problem(2.3)) > price(problem(3.0)) > 0
+
+
+@pytest.mark.parametrize("given", [{"episodes": 0}, {"batch": 0}, {"ridge": 0.0}, {"explore": -1.0}])
+def test_settings_out_of_range_are_refused(given):
+    with pytest.raises(ValueError, match=next(iter(given))):
+        SearchConfig(**given)
