@@ -115,6 +115,19 @@ class Latent:
             first = start * self.width
             yield slice(first, first + sum(part.widths)), part
 
+    def take(self, places: Tensor) -> "Latent":
+        """Copies of some units, (n,) ascending."""
+        part = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(part, name, value[places])
+        part.grids, part.widths = ([kept[u] for u in places.tolist()] for kept in (self.grids, self.widths))
+        return part
+
+    def put_(self, places: Tensor, part: "Latent") -> None:
+        """Take back what units that `take` gave have learned."""
+        self.w[places], self.log[places] = part.w, part.log
+
     def quantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Q(w), (rows, columns)."""
         out = torch.empty(self.w.shape[1], sum(self.widths), dtype=dtype, device=self.w.device)

@@ -1,0 +1,209 @@
+"""Units reconstructed under many plans at once, so that any plan can be composed of them without further work.
+
+A search needs the true loss of hundreds of plans, and of plans as the engine will leave them: unit-wise rounding is 1.6 nats
+from that and ranks plans otherwise. So every width of every unit has weights and scales of its own, learned as `reconstruct`
+does, but in every step under a plan drawn at random; a unit learns at the width it was drawn at. Calibration activations run
+through blocks composed at random, too, a fresh plan for every few windows. Plans are drawn broadly, from about 1.3 to 3.5
+bits on average and from alike units to mixed ones: plans unlike those drawn would look worse than they are.
+
+Eight bits are rounded to nearest, sixteen are the weights themselves. What is stored of a block is every matrix packed at
+every width but 16, about 20 bits a weight; `Composed` cuts a plan's units out of it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windquant import experts
+from windquant.blocks import linears
+from windquant.calibrate import Inputs
+from windquant.engine import FORWARD_WINDOWS, Engine, compute
+from windquant.errors import InputError, about
+from windquant.grids import GRIDS, WIDTHS, decode
+from windquant.packing import unpack
+from windquant.quantize import PARTS, PackedMatrix, pack_matrix
+from windquant.reconstruct import Latent, reconstruct
+from windquant.salient import SALIENT_PARTS, Salient
+from windquant.scales import from_log8
+from windquant.units import Unit, columns_of
+
+STORED = tuple(b for b in WIDTHS if b < 16)
+LEARNED = tuple(b for b in WIDTHS if b < 8)
+
+
+def draw(units: int, generator: torch.Generator) -> list[float]:
+    """A plan at random: a mean place among LEARNED, units spread around it by a draw's own spread, one in twenty at 8."""
+    middle = 0.5 + 2.8 * float(torch.rand((), generator=generator))
+    spread = 1.5 * float(torch.rand((), generator=generator))
+    places = (middle + spread * torch.randn(units, generator=generator)).round().clamp(0, len(LEARNED) - 1).long()
+    wide = torch.rand(units, generator=generator) < 0.05
+    return [8.0 if w else LEARNED[p] for p, w in zip(places.tolist(), wide.tolist(), strict=True)]
+
+
+class Mixture:
+    """All widths of a matrix, of which a plan picks one for every unit. Stands where `reconstruct` has a Latent."""
+
+    def __init__(self, w: Tensor, H: Tensor, chunk_size: int, salient: Salient | None) -> None:
+        self.units = len(columns_of(w.shape[1], chunk_size))
+        self.latents = {b: Latent(w, H, [b] * self.units, chunk_size, salient) for b in STORED}
+        self.chunk_size, self.salient, self.w = chunk_size, salient, self.latents[STORED[0]].w
+        self.shape = w.shape
+        self.pick([STORED[0]] * self.units)
+
+    def pick(self, bits: Sequence[float]) -> None:
+        places: dict[float, list[int]] = {}
+        for u, b in enumerate(bits):
+            places.setdefault(b, []).append(u)
+        self.places = {b: torch.tensor(found) for b, found in places.items()}
+
+    def quantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        out = torch.empty(self.shape, dtype=dtype, device=self.w.device)
+        for b, places in self.places.items():
+            part = self.latents[b].take(places)
+            for columns, values in zip(self._columns(places), part.quantize(dtype).split(part.widths, 1), strict=True):
+                out[:, columns] = values
+        return out
+
+    def learn_(self, gradient: Tensor, rate: float) -> None:
+        for b, places in self.places.items():
+            if b in LEARNED:
+                part = self.latents[b].take(places)
+                part.learn_(torch.cat([gradient[:, c] for c in self._columns(places)], 1), rate)
+                self.latents[b].put_(places, part)
+
+    def _columns(self, places: Tensor) -> list[slice]:
+        return [slice(u * self.chunk_size, min((u + 1) * self.chunk_size, self.shape[1])) for u in places.tolist()]
+
+    def packed(self) -> dict[float, PackedMatrix]:
+        return {b: pack_matrix(latent.rounded(), self.chunk_size, self.salient)[0] for b, latent in self.latents.items()}
+
+
+class Supernet(Engine):
+    """An `Engine` whose `plan` is not one but all. `run` yields every block's matrices at every width, as `tensors` of
+    `<matrix>.<letter>.<part>`; salient weights, the same at all widths, are of the narrowest."""
+
+    def keep(self, index: int, packed: Any) -> None:
+        tensors = {}
+        for name, widths in packed.items():
+            for b, matrix in widths.items():
+                parts = PARTS if b != STORED[0] else PARTS | SALIENT_PARTS
+                tensors |= {f"{name}.{GRIDS[b].symbol}.{p}": t for p, t in matrix.tensors().items() if p in parts}
+        self.scratch.put(f"{self.name}-{index}", tensors)
+
+    def kept(self, index: int) -> Any:
+        return self.scratch.get(f"{self.name}-{index}")
+
+    def _block(self, index: int, x: Tensor, q: Tensor) -> Any:
+        assert self.config is not None
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        inputs, mixtures = Inputs(block=index), {}
+        with self.walk.block(index) as block:
+            target = self._forward(index, block, x, "the reference's")
+            with inputs.watch(block):
+                self._forward(index, block, q, "the quantized model's")
+            inputs.finish_(experts.groups(block))
+            for name, layer in linears(block).items():
+                with about(self.walk.path(index, name)):
+                    salient = self.protect(index, name, layer.weight)
+                    mixtures[name] = Mixture(layer.weight, inputs.take(name), self.chunk_size, salient)
+                layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+            def batches() -> Iterator[tuple[Tensor, Tensor]]:
+                assert self.config is not None
+                for batch in self._batches(q, target, self.config.batch, generator):
+                    _pick(mixtures, generator)
+                    yield batch
+
+            with compute(self.walk.device):
+                reconstruct(block, mixtures, batches(), lambda x: self.walk.run(index, block, x), self.config)
+            out = torch.cat([
+                self._composed(index, block, part, mixtures, generator) for part in q.split(FORWARD_WINDOWS)
+            ])  # fmt: skip
+            return {self.walk.path(index, name): m.packed() for name, m in mixtures.items()}, target, out
+
+    def _composed(
+        self, index: int, block: nn.Module, q: Tensor, mixtures: dict[str, Mixture], generator: torch.Generator
+    ) -> Tensor:
+        _pick(mixtures, generator)
+        for name, layer in linears(block).items():
+            layer.weight = nn.Parameter(mixtures[name].quantize(), requires_grad=False)
+        return self._forward(index, block, q, "the quantized model's")
+
+
+def _pick(mixtures: dict[str, Mixture], generator: torch.Generator) -> None:
+    """One plan for all matrices of a block: they are drawn together, so that blocks are now narrow and now wide."""
+    bits = iter(draw(sum(m.units for m in mixtures.values()), generator))
+    for m in mixtures.values():
+        m.pick([next(bits) for _ in range(m.units)])
+
+
+@dataclass
+class Composed:
+    """A dense model whose matrices are set to plans. tensors: of block index, what `Supernet` yields, read as needed (they
+    may be mapped from a file). Weights are rounded to the model's dtype once."""
+
+    model: Any
+    body: list[Unit]
+    tensors: Callable[[int], dict[str, Tensor]]
+    now: list[float | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = [None] * len(self.body)
+        self.chunks = {u.matrix.name: u.columns for u in self.body if u.first_column == 0}
+        self.layers = {name: self.model.get_submodule(name) for name in self.chunks}
+        self.original = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
+
+    @torch.no_grad()
+    def set(self, bits: Sequence[float]) -> None:
+        """Write the units that the model does not have yet at these widths."""
+        if len(bits) != len(self.body):
+            raise InputError(f"a plan of {len(bits)} widths for {len(self.body)} units")
+        block, tensors = -1, {}
+        salient: dict[str, Salient | None] = {}
+        for i, (unit, b) in enumerate(zip(self.body, bits, strict=True)):
+            if self.now[i] == b:
+                continue
+            m = unit.matrix
+            if m.block != block:
+                block, tensors = m.block, self.tensors(m.block)
+            columns = slice(unit.first_column, unit.first_column + unit.columns)
+            weight = self.layers[m.name].weight
+            if b == 16:
+                weight[:, columns] = self.original[m.name][:, columns].half().to(weight.dtype)
+            else:
+                weight[:, columns] = self._unit(tensors, unit, b).to(weight)
+            if m.name not in salient:
+                own = {
+                    p: tensors[name] for p in SALIENT_PARTS if (name := f"{m.name}.{GRIDS[STORED[0]].symbol}.{p}") in tensors
+                }
+                salient[m.name] = Salient.of(m.rows, m.columns, own)
+            self.now[i] = b
+        for name, kept in salient.items():
+            if kept is not None:
+                kept.place_(self.layers[name].weight)
+
+    def _unit(self, tensors: dict[str, Tensor], unit: Unit, bits: float) -> Tensor:
+        """A unit's weights at a width, float32; salient ones are not in place yet."""
+        grid, m = GRIDS[bits], unit.matrix
+        name, chunk = f"{m.name}.{grid.symbol}", self.chunks[m.name]
+        u, size = unit.first_column // chunk, grid.code_bytes(m.rows * chunk)
+        packed = tensors[f"{name}.codes"][u * size : u * size + grid.code_bytes(unit.weights)]
+        codes = unpack(packed[None], unit.weights, grid).view(m.rows, unit.columns)
+        s = from_log8(tensors[f"{name}.scale"][u, None], tensors[f"{name}.span"][u, None])[0]
+        return decode(codes, s, grid)
+
+    @torch.no_grad()
+    def loss(self, bits: Sequence[float], windows: Tensor) -> float:
+        """Mean negative log-likelihood of windows (n, T) under a plan, nats a token."""
+        self.set(bits)
+        device, total = next(self.model.parameters()).device, 0.0
+        for part in windows.split(FORWARD_WINDOWS):
+            ids = part.to(device)
+            with compute(device):
+                logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
+            total += float(F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+        return total / (windows.shape[0] * (windows.shape[1] - 1))
