@@ -96,7 +96,7 @@ def _raise(problem: Problem, choice: Tensor, order: Tensor, step: int = 1) -> Te
     return torch.tensor(chosen)
 
 
-def _fill(problem: Problem, choice: Tensor, order: Tensor) -> Tensor:
+def fill(problem: Problem, choice: Tensor, order: Tensor) -> Tensor:
     """Passes over the units in `order`, one width up each, until no step fits any more."""
     while not torch.equal(raised := _raise(problem, choice, order), choice):
         choice = raised
@@ -123,7 +123,7 @@ def uniform(problem: Problem, generator: torch.Generator) -> Tensor:
     position = (torch.arange(1, n + 1, dtype=torch.float64) * share).floor()
     lifted = position > (torch.arange(n, dtype=torch.float64) * share).floor()
     order = torch.cat([lifted.nonzero()[:, 0], (~lifted).nonzero()[:, 0]])
-    return _fill(problem, choice, order)
+    return fill(problem, choice, order)
 
 
 def random(problem: Problem, generator: torch.Generator) -> Tensor:
@@ -134,7 +134,7 @@ def random(problem: Problem, generator: torch.Generator) -> Tensor:
         keep = torch.rand(len(order), generator=generator) < 0.5
         raised = _raise(problem, choice, order[keep])
         if torch.equal(raised, choice):
-            return _fill(problem, choice, order)
+            return fill(problem, choice, order)
         choice = raised
 
 
@@ -144,7 +144,7 @@ def sensitivity_rank(problem: Problem, generator: torch.Generator) -> Tensor:
     base = widest_uniform(problem)
     choice = torch.full((len(problem.B),), base)
     order = (problem.D[:, base] / problem.B[:, base]).argsort(descending=True, stable=True)
-    return _fill(problem, _raise(problem, choice, order, 2), order)
+    return fill(problem, _raise(problem, choice, order, 2), order)
 
 
 def at_price(problem: Problem, p: float) -> Tensor:
