@@ -8,6 +8,7 @@ survive a kill.
 
 import hashlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,6 +124,7 @@ class Bench:
 
     def ours(self, plan: plans.Plan, treatment: str, seed: int) -> float:
         if treatment == "starting-scales":
+            plan = replace(plan, header=plan.header | {"salient": "none"})
             for name, w in self.dense.original.items():
                 self.dense.set(name, on_starting_scales(w, plan.of(name), self.chunk))
         elif treatment == "rounding":

@@ -51,11 +51,13 @@ def main(argv: list[str]) -> int:
         log_file = Path(".state") / stage / "log.txt"
         _logging(stage, log_file)
         _run(stage, log_file)
+        interrupts.ignore()
         return 0
-    except KeyboardInterrupt:
-        log.error("interrupted; what is done is kept, the next run goes on from there")
-        return INTERRUPTED
-    except Exception as e:
+    except (KeyboardInterrupt, Exception) as e:
+        interrupts.ignore()
+        if isinstance(e, KeyboardInterrupt) or interrupts.asked():
+            log.error("interrupted; what is done is kept, the next run goes on from there")
+            return INTERRUPTED
         sentence = str(e) if isinstance(e, UserError | InputError) else _resource_sentence(e)
         log.error("%s", sentence or traceback.format_exc())
         return USER_ERROR if sentence else 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tasks import models
-from tasks.errors import UserError
+from tasks.errors import UserError, first_line
 from windquant import checkpoint, plugin
 
 COMPANIONS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "generation_config")
@@ -20,6 +20,8 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32)
         model = models.load(folder, device, dtype)
     except checkpoint.CheckpointError as e:
         raise UserError(str(e)) from e
+    except (OSError, ValueError, TypeError, KeyError) as e:  # what transformers has to say of a config.json
+        raise UserError(f"{folder} cannot be loaded: {first_line(e)}; make or copy the checkpoint again") from e
     if not isinstance(model.hf_quantizer, plugin.WindquantQuantizer):
         raise AssertionError(f"transformers loaded {folder} without this format's quantizer: its weights are made up")
     return model

@@ -18,6 +18,7 @@ from windquant.units import Matrix, Unit
 
 UNIT_COLUMNS = ("unit", "matrix", "block", "kind", "first_column", "columns", "rows")
 COLUMNS = (*UNIT_COLUMNS, "salient")
+_COLUMN_TYPES = {c: str if c in ("matrix", "kind") else int for c in COLUMNS}
 _NUMBER = (int, float)
 _HEADER: dict[str, tuple[type, ...]] = {
     "model_hash": (str,),
@@ -117,7 +118,7 @@ def _check(file: Path, header: dict[str, Any], fields: dict[str, tuple[type, ...
         raise UserError(f"{file}: chunks of {header['chunk_size']} columns; run `dvc repro` to make it again")
     try:
         _protection(header)
-    except ValueError as e:
+    except (ValueError, OverflowError) as e:
         raise UserError(f"{file}: {e}; run `dvc repro` to make it again") from e
 
 
@@ -172,15 +173,28 @@ def load_plan(file: Path) -> Plan:
     columns, header = store.load_table(file)
     _check(file, header, PLAN_HEADER)
     bits = columns.get("bits", [])
-    if not bits or not set(bits) <= set(GRIDS):
+    if not bits or not all(type(b) in _NUMBER and b in GRIDS for b in bits):
         raise UserError(f"{file} is not a plan: its column `bits` must hold only {', '.join(f'{b:g}' for b in GRIDS)}")
-    return Plan(_body(columns, header, file), bits, header, columns["salient"])
+    plan = Plan(_body(columns, header, file), bits, header, columns["salient"])
+    if columns.get("bytes") != [u.size(b) for u, b in zip(plan.body, bits, strict=True)]:
+        raise UserError(f"{file}: its column `bytes` is not what its widths take; run `dvc repro allocate` to make it again")
+    if not plan.effective_bits <= header["target_bits"]:
+        raise UserError(
+            f"{file} takes {plan.effective_bits:.4f} effective bits, above its target_bits {header['target_bits']:g}; "
+            f"run `dvc repro allocate` to make it again"
+        )
+    return plan
 
 
 def _body(columns: dict[str, list[Any]], header: dict[str, Any], file: Path) -> list[Unit]:
     """Raises UserError when the rows are not all units of whole matrices, in order."""
-    if not set(COLUMNS) <= columns.keys():
-        raise UserError(f"{file} lacks the columns {', '.join(COLUMNS)}; run `dvc repro` to make it again")
+    if missing := [c for c in COLUMNS if c not in columns]:
+        raise UserError(f"{file} lacks the columns {', '.join(missing)}; run `dvc repro` to make it again")
+    for name, wanted in _COLUMN_TYPES.items():
+        if not all(type(v) is wanted for v in columns[name]):
+            raise UserError(
+                f"{file}: its column `{name}` must hold {wanted.__name__} alone; run `dvc repro` to make it again"
+            )
     widths: dict[str, int] = {}
     for name, c in zip(columns["matrix"], columns["columns"], strict=True):
         widths[name] = widths.get(name, 0) + c

@@ -4,6 +4,8 @@ Out: <plan>/ a checkpoint folder a plan, with its card README.md (and bf16/, the
 bytes.json their bytes counted from the files.
 """
 
+import hashlib
+import json
 import logging
 import shutil
 import time
@@ -96,7 +98,9 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
     report = progress.bar(f"{config.treatment} of {name}")
     rounding = config.treatment == "rounding"
     made = _rounding(engine, report) if rounding else engine.run(_windows("calibration"), report)
-    writer = checkpoint.Writer(out, _quantization(plan, walk), checkpoint.shard_bytes(walk.model))
+    made_from = json.dumps([model_hash, plan.header, asdict(config), job.common.seed], sort_keys=True)
+    quantization = _quantization(plan, walk, hashlib.sha256(made_from.encode()).hexdigest())
+    writer = checkpoint.Writer(out, quantization, checkpoint.shard_bytes(walk.model))
     for block in made:
         for matrix, stored in block.items():
             writer.add_matrix(matrix, stored)
@@ -116,7 +120,7 @@ def _quantize(source: Path, plan: plans.Plan, out: Path, config: QuantizeConfig,
     return count
 
 
-def _quantization(plan: plans.Plan, walk: blocks.Walk) -> checkpoint.Quantization:
+def _quantization(plan: plans.Plan, walk: blocks.Walk, made_from: str) -> checkpoint.Quantization:
     header, chunk = plan.header, plan.header["chunk_size"]
     bits: int = header["embedding_bits"] or 0
     if bits not in (0, *embeddings.BITS):
@@ -125,7 +129,7 @@ def _quantization(plan: plans.Plan, walk: blocks.Walk) -> checkpoint.Quantizatio
     body = {u.matrix.name: checkpoint.entry(u.matrix, plan.of(u.matrix.name)) for u in plan.body}
     tables = embeddings.matrices(walk.model) if bits else []
     packed = {m.name: checkpoint.entry(m, [bits] * len(columns_of(m.columns, chunk))) for m in tables}
-    return checkpoint.Quantization(chunk, body, packed, header["salient"], header["salient_share"])
+    return checkpoint.Quantization(chunk, body, packed, header["salient"], header["salient_share"], made_from)
 
 
 def _windows(split: str) -> torch.Tensor:

@@ -81,9 +81,13 @@ def load_table(file: Path) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     except (pa.ArrowInvalid, OSError) as e:
         raise UserError(f"{file} is damaged ({first_line(e)}); run `dvc repro` to make it again") from e
     metadata = table.schema.metadata or {}
-    if b"windquant" not in metadata:
+    try:
+        header = json.loads(metadata[b"windquant"])
+    except (KeyError, ValueError):
+        header = None
+    if not isinstance(header, dict):
         raise UserError(f"{file} is not a table of this project: it has no header; run `dvc repro` to make it again")
-    return table.to_pydict(), json.loads(metadata[b"windquant"])
+    return table.to_pydict(), header
 
 
 def _existing(file: Path) -> Path:

@@ -51,7 +51,8 @@ class CheckpointError(InputError):
 @dataclass(frozen=True)
 class Quantization:
     """The `quantization_config` of a checkpoint: chunk_size, the entries of the body's matrices by name (plan) and those of
-    packed embeddings and heads, and what of the body's matrices is kept in INT8.
+    packed embeddings and heads, what of the body's matrices is kept in INT8, and made_from, which tells apart checkpoints
+    that have one plan: a hash of the model and of what was done to it.
 
     Raises CheckpointError when something in it is not what a checkpoint of ours says.
     """
@@ -61,31 +62,38 @@ class Quantization:
     embeddings: dict[str, Entry]
     salient: Mode = "none"
     salient_share: float = 0.0
+    made_from: str = ""
 
     def __post_init__(self) -> None:
         if type(self.chunk_size) is not int or self.chunk_size < 1:
             raise CheckpointError(f"chunk_size {self.chunk_size!r} is not a number of columns{_AGAIN}")
-        for table in (self.plan, self.embeddings):
+        for what in ("plan", "embeddings"):
+            table = getattr(self, what)
             if not isinstance(table, dict):
-                raise CheckpointError(f"the plan is a {type(table).__name__}, not entries by a matrix's name{_AGAIN}")
-            for name, entry in table.items():
-                self._check(name, entry)
-        if type(self.salient_share) not in (int, float):
-            raise CheckpointError(f"salient_share {self.salient_share!r} is not a number{_AGAIN}")
+                raise CheckpointError(f"{what} is a {type(table).__name__}, not entries by a matrix's name{_AGAIN}")
+            for name, found in table.items():
+                self._check(name, found)
+        for name, (_, _, letters) in self.embeddings.items():
+            if not set(letters) <= {"4", "8"}:
+                raise CheckpointError(f"{name}: an embedding is packed at 4 or 8 bits, not '{letters}'{_AGAIN}")
+        if type(self.salient_share) not in (int, float) or not 0 <= self.salient_share <= 1:
+            raise CheckpointError(f"salient_share {self.salient_share!r} is not between 0 and 1{_AGAIN}")
+        if not isinstance(self.made_from, str):
+            raise CheckpointError(f"made_from {self.made_from!r} is not a hash{_AGAIN}")
         try:
             _ = self.protection
         except InputError as e:
             raise CheckpointError(f"{e}{_AGAIN}") from e
 
-    def _check(self, name: str, entry: Entry) -> None:
+    def _check(self, name: str, found: Entry) -> None:
         try:
-            rows, columns, symbols = entry
-            if not (type(rows) is type(columns) is int and min(rows, columns) > 0 and isinstance(symbols, str)):
+            rows, columns, letters = found
+            if not (type(rows) is type(columns) is int and min(rows, columns) > 0 and isinstance(letters, str)):
                 raise ValueError
         except (TypeError, ValueError):
-            raise CheckpointError(f"{name}: {entry!r} is not rows, columns and one letter a unit{_AGAIN}") from None
+            raise CheckpointError(f"{name}: {found!r} is not rows, columns and one letter a unit{_AGAIN}") from None
         try:
-            unpacking.layout(rows, columns, self.chunk_size, symbols)
+            unpacking.layout(rows, columns, self.chunk_size, letters)
         except InputError as e:
             raise CheckpointError(f"{name}: {e}{_AGAIN}") from e
 
@@ -98,7 +106,7 @@ class Quantization:
         """From what a config.json holds. Raises CheckpointError when it is of another format or version, or damaged."""
         if not isinstance(found, dict) or found.get("quant_method") != "windquant":
             raise CheckpointError("its config.json has no quantization_config of windquant: it is not a checkpoint of ours")
-        if found.get("version") != VERSION:
+        if type(found.get("version")) is not int or found["version"] != VERSION:
             raise CheckpointError(
                 f"the checkpoint's config.json has format version {found.get('version')!r}, this release reads {VERSION}; "
                 f"update windquant, or make the checkpoint again"
@@ -330,7 +338,7 @@ def _role(name: str) -> str:
 def read_quantization(folder: Path) -> Quantization:
     """The `quantization_config` of a checkpoint. Raises CheckpointError as `Quantization.of` does."""
     file = folder / "config.json"
-    if not file.exists():
+    if not file.is_file():
         raise CheckpointError(f"{folder} has no config.json: it is not a checkpoint")
     config = _json(file)
     try:
@@ -351,14 +359,18 @@ def _json(file: Path) -> dict[str, Any]:
 
 def files(folder: Path) -> list[Path]:
     """A checkpoint's safetensors files, all there, none cut short, all of this checkpoint. Raises CheckpointError."""
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    found = [single]
     if index.exists():
-        names = _json(index).get("weight_map")
-        if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
-            raise CheckpointError(f"{index} is damaged: it names no files{_AGAIN}")
-        names = set(names.values())
-    found = [folder / name for name in sorted(names)]
+        if single.exists():
+            both = f"{single.name} and {index.name}"
+            raise CheckpointError(f"{folder} holds {both}: transformers would read the first; remove what is not of it")
+        content = _json(index)
+        where = content.get("weight_map")
+        names = set(where.values()) if isinstance(where, dict) and all(isinstance(n, str) for n in where.values()) else set()
+        if not names or not isinstance(content.get("metadata"), dict):
+            raise CheckpointError(f"{index} is damaged: it names no files, or lacks its metadata{_AGAIN}")
+        found = [folder / name for name in sorted(names)]
     headers(found)
     check_digests(found, read_quantization(folder))
     return found
@@ -384,6 +396,8 @@ def headers(found: Iterable[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
             with safe_open(file, "pt") as f:
                 for name in f.keys():  # noqa: SIM118
                     view = f.get_slice(name)
+                    if name in out:
+                        raise ValueError(f"{name} is in another file too")
                     out[name] = view.get_dtype(), tuple(view.get_shape())
                     if out[name][0] not in DTYPES:
                         raise ValueError(f"{name} is stored as {out[name][0]}")
@@ -411,5 +425,6 @@ def check_fits(
                 f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}{_AGAIN}"
             )
         owner, _, part = name.rpartition(".")
-        if f"{owner}.codes" in wanted and dtype != _STORED_AS.get(part, dtype):
-            raise CheckpointError(f"{name} is stored as {dtype}, not as {_STORED_AS[part]}{_AGAIN}")
+        right = (_STORED_AS[part],) if f"{owner}.codes" in wanted and part in _STORED_AS else ("F16", "BF16", "F32")
+        if dtype not in right:
+            raise CheckpointError(f"{name} is stored as {dtype}, not as {' or '.join(right)}{_AGAIN}")

@@ -66,11 +66,12 @@ class Packed(nn.Module):
 
     def check(self) -> None:
         """Raises InputError when what was loaded cannot be: scales that are NaN or infinite, positions out of range."""
-        if not bool(torch.isfinite(self.span).all()):
-            raise InputError("the range of its scales holds NaN or Inf")
-        if (salient := self.salient) is not None:
-            if not bool(torch.isfinite(salient.span).all()):
-                raise InputError("the range of its salient weights' scales holds NaN or Inf")
+        salient = self.salient
+        for whose, span in (("its", self.span), ("its salient weights'", salient.span if salient else self.span)):
+            low, step = span.float().unbind(-1)
+            if not bool((low + 254 * step < 128).all()):  # NaN is not below either; 2^128 is infinite
+                raise InputError(f"the range of {whose} scales holds NaN, or reaches infinity")
+        if salient:
             salient.index()
 
     @property
@@ -99,6 +100,8 @@ class Packed(nn.Module):
 
     def _multiply_few(self, x: Tensor) -> Tensor:
         """x (tokens, columns) -> (tokens, rows) float32."""
+        if x.dtype == torch.float16:
+            x = x.float()  # a unit's sum has its scale still to come, and would pass what float16 holds
         packed, salient = (self.codes, self.scale, self.span, self.runs), self.salient
         if salient is None:
             return unpacking.multiply(x, *packed)

@@ -2,7 +2,8 @@
 
 The one module of the library that imports transformers. `windquant/__init__.py` imports it when transformers loads its
 quantizers. A checkpoint that is not whole, or not of the model its config.json names, is refused before a weight is read:
-transformers by itself would fill what is missing with random numbers and warn.
+transformers by itself would fill what is missing with random numbers and warn. (Where config.json has lost its
+`quantization_config`, it never asks, and does so.)
 """
 
 from pathlib import Path
@@ -51,8 +52,9 @@ class WindquantQuantizer(HfQuantizer):
         tied = dict(model.all_tied_weights_keys)
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         files = [Path(f) for f in checkpoint_files]
-        checkpoint.check_fits(checkpoint.headers(files), wanted, optional=tied)
+        stored = checkpoint.headers(files)
         checkpoint.check_digests(files, self.quantization_config.quantization)
+        checkpoint.check_fits(stored, wanted, optional=tied)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -62,6 +64,9 @@ class WindquantQuantizer(HfQuantizer):
                     module.check()
                 except InputError as e:
                     raise CheckpointError(f"{name}: {e}; make or copy the checkpoint again") from e
+        for name, p in model.named_parameters():  # by their extremes, which pass NaN on and take no copy
+            if p.numel() and not bool(torch.isfinite(torch.stack(p.aminmax())).all()):
+                raise CheckpointError(f"{name} holds NaN or Inf; make or copy the checkpoint again")
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
@@ -100,7 +105,7 @@ def replace_layers(model: Any, quantization: Quantization) -> None:
                 raise CheckpointError(f"the plan names {name}, which the model of its config.json has not") from None
             if (rows, columns) != expected:
                 raise CheckpointError(
-                    f"{name} is {rows} x {columns} in the plan and {expected[0]} x {expected[1]} by config.json: "
+                    f"{name} is {rows} x {columns} in the plan and {' x '.join(map(str, expected))} by config.json: "
                     f"plan and config are of different models"
                 )
             model.set_submodule(name, _packed(dense, rows, columns, quantization.chunk_size, symbols, protected))

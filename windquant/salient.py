@@ -147,8 +147,8 @@ class Salient:
         """x (tokens, columns) times the transposed matrix of the protected weights alone, (tokens, rows) float32. index:
         what `index` gives."""
         s = scales.from_log8(self.scale, self.span)[0, :, 0]
-        if self.by_column:  # the codes at most 1, lest float16 overflow before the scale
-            return (x[:, index] @ (level(self.codes, INT8, x.dtype) / 128).t()).float() * (s * 128)
+        if self.by_column:
+            return (x[:, index] @ level(self.codes, INT8, x.dtype).t()).float() * s
         products = x[:, index % self.columns].float() * level(self.codes, INT8)
         return products.new_zeros(len(x), self.rows).index_add_(1, index // self.columns, products) * s
 

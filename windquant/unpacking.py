@@ -69,21 +69,19 @@ def shapes(runs: Sequence[Run]) -> dict[str, tuple[int, ...]]:
     return {"codes": (last.codes.stop,), "scale": (last.scaled.stop, last.rows), "span": (last.scaled.stop, 2)}
 
 
-def points_(out: Tensor, codes: Tensor, run: Run, normal: bool = False) -> None:
+def points_(out: Tensor, codes: Tensor, run: Run, unit_step: bool = False) -> None:
     """Write a run's grid points, in units of its scales, into out (units, rows, width); at 16 bits the weights themselves.
 
-    codes: the whole matrix's, (bytes,) uint8. normal: in units of `_unit`, so that the points of every grid are at most
-    1 and exact in any float type. In float32 the points without it are exactly those of `grids.level`.
+    codes: the whole matrix's, (bytes,) uint8. unit_step: at 1.58 bits in units of two thirds of the scale, so that the
+    points of every grid are exact in any float type. In float32 the points without it are exactly those of `grids.level`.
     """
     packed, grid = codes[run.codes], run.grid
     if grid.bits == 16:
         out.copy_(packed.clone().view(torch.float16).view(run.shape))
     elif grid.bits == 8:
         out.copy_(packed.view(run.shape)).add_(grid.offset)
-        if normal:
-            out.div_(_unit(grid))
     else:
-        table = _table(grid, out.dtype, normal, out.device)
+        table = _table(grid, out.dtype, unit_step, out.device)
         index = _index12(packed) if grid.bits == 3 else packed.int()
         wide, whole = _WIDE.get(table.shape[1] * table.element_size()), len(index) * table.shape[1] == out.numel()
         if wide and whole and out.is_contiguous():
@@ -137,7 +135,7 @@ def _multiply_units(x: Tensor, codes: Tensor, s: Tensor, runs: Sequence[Run], ho
     w = torch.empty(units, rows, width, dtype=x.dtype, device=x.device)
     first = 0
     for run in runs:
-        points_(w[first : first + run.units], codes, run, normal=True)
+        points_(w[first : first + run.units], codes, run, unit_step=True)
         first += run.units
     if holes:
         row, column = holes[0], holes[1] - runs[0].columns.start
@@ -150,32 +148,24 @@ def _multiply_units(x: Tensor, codes: Tensor, s: Tensor, runs: Sequence[Run], ho
 
 
 def _factors_(s: Tensor, runs: Sequence[Run]) -> Tensor:
-    """What the sums of adjacent runs' points, written by `points_(..., normal=True)`, are to be multiplied with."""
+    """What the sums of adjacent runs' points, written by `points_(..., unit_step=True)`, are to be multiplied with."""
     for run in runs:
-        if run.grid.has_scale and _unit(run.grid) != 1:
-            s[run.scaled].mul_(_unit(run.grid))
+        if run.grid.bits == 1.58:
+            s[run.scaled].mul_(run.grid.step)
     if all(run.grid.has_scale for run in runs):
         return s[runs[0].scaled.start : runs[-1].scaled.stop]
     return torch.cat([s[run.scaled] if run.grid.has_scale else s.new_ones(run.units, run.rows, 1) for run in runs])
 
 
-def _unit(grid: Grid) -> float:
-    """What the outermost point is in units of the scale: a power of two, but at 1.58 bits, where it is two thirds. Sums of
-    points up to 128 times an activation would pass what float16 holds."""
-    return grid.step if grid.bits == 1.58 else -grid.offset if grid.bits > 2 else 1.0
-
-
 @cache
-def _table(grid: Grid, dtype: torch.dtype, normal: bool, device: torch.device) -> Tensor:
+def _table(grid: Grid, dtype: torch.dtype, unit_step: bool, device: torch.device) -> Tensor:
     """Points of every byte of codes, (256, codes a byte); at 3 bits of every twelve bits, (4096, 4)."""
     if grid.bits == 3:
         i = torch.arange(4096)
         codes = torch.stack([(i >> (3 * k)) & 7 for k in range(4)], -1)
     else:
         codes = unpack(torch.arange(256, dtype=torch.uint8)[:, None], grid.codes_per_group, grid)
-    values = level(codes, grid)
-    if normal:
-        values = codes.float() - 1 if grid.bits == 1.58 else values / _unit(grid)
+    values = codes.float() - 1 if unit_step and grid.bits == 1.58 else level(codes, grid)
     return values.to(device, dtype).contiguous()
 
 

@@ -15,7 +15,7 @@ def _inside(tmp_path, monkeypatch):
 BODY = cut([Matrix("layers.0.q_proj", 0, 8, 40), Matrix("layers.1.up_proj", 1, 4, 32)], 16)
 UNPROTECTED = {"salient": "none", "salient_share": 0.03}
 HEADER = UNPROTECTED | {"model_hash": "abc", "chunk_size": 16}
-PLAN_HEADER = HEADER | {"target_bits": 2.25, "allocator": "uniform", "seed": 0, "other_bytes": 100, "embedding_bits": None}
+PLAN_HEADER = HEADER | {"target_bits": 16.0, "allocator": "uniform", "seed": 0, "other_bytes": 100, "embedding_bits": None}
 
 
 def test_resume_state_survives_the_same_fingerprint():
@@ -74,6 +74,37 @@ def test_rows_in_another_order_or_missing_are_refused(rows):
     changed_plan(rows=rows)
     with pytest.raises(UserError, match="its rows are not all units of every matrix, from left to right"):
         plans.load_plan(store.Path("plan.parquet"))
+
+
+@pytest.mark.parametrize(("columns", "says"), [
+    ({"bits": [4, 1.58, 16, 3, 1]}, "column `bytes` is not what its widths take"),
+    ({"bits": [True] * 5}, "is not a plan"),
+    ({"bits": [[2]] * 5}, "is not a plan"),
+    ({"rows": ["8"] * 5}, "column `rows` must hold int alone"),
+    ({"columns": [None] * 5}, "column `columns` must hold int alone"),
+    ({"salient": [0.5] * 5}, "column `salient` must hold int alone"),
+])  # fmt: skip
+def test_a_plan_with_a_column_changed_is_refused(columns, says):
+    changed_plan(columns=columns)
+    with pytest.raises(UserError, match=says):
+        plans.load_plan(store.Path("plan.parquet"))
+
+
+def test_a_plan_above_its_target_is_refused():
+    for target in (2.25, float("nan")):
+        changed_plan(header={"target_bits": target})
+        with pytest.raises(UserError, match="effective bits, above its target_bits"):
+            plans.load_plan(store.Path("plan.parquet"))
+
+
+@pytest.mark.parametrize("header", [b"[1]", b"null", b"{", b"\xff"])
+def test_a_table_whose_header_is_no_object_is_refused(header):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"windquant": header}), "t.parquet")
+    with pytest.raises(UserError, match="it has no header"):
+        store.load_table(store.Path("t.parquet"))
 
 
 @pytest.mark.parametrize("header", [

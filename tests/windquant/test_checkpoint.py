@@ -25,13 +25,13 @@ def plan_of(model, widths=WIDTHS):
     }
 
 
-def save(model, folder, widths=WIDTHS, embedding_bits=None, protection=None):
+def save(model, folder, widths=WIDTHS, embedding_bits=None, protection=None, made_from=""):
     """A checkpoint of the model; the model's own weights become what was stored."""
     plan, tables = plan_of(model, widths), embeddings.matrices(model) if embedding_bits else []
     body = {m.name: checkpoint.entry(m, plan[m.name]) for m in blocks.matrices(model)}
     packed_tables = {m.name: checkpoint.entry(m, [embedding_bits] * (m.columns // CHUNK)) for m in tables}
-    protected = (protection.mode, protection.share) if protection else ()
-    writer = checkpoint.Writer(folder, checkpoint.Quantization(CHUNK, body, packed_tables, *protected))
+    protected = (protection.mode, protection.share) if protection else ("none", 0.0)
+    writer = checkpoint.Writer(folder, checkpoint.Quantization(CHUNK, body, packed_tables, *protected, made_from))
     for m in blocks.matrices(model):
         linear = model.get_submodule(m.name)
         salient = protect(linear.weight, torch.ones(m.columns), protection) if protection else None
@@ -126,19 +126,19 @@ def test_the_papers_bits_count_salient_weights_as_eight(tiny, tmp_path):
 
 def test_another_salient_share_is_refused(protected):
     edit(protected[0], lambda q: q.update(salient_share=0.06))
-    with pytest.raises(checkpoint.CheckpointError, match=r"salient_\w+ has the shape .* in the checkpoint, its config.json"):
+    with pytest.raises(checkpoint.CheckpointError, match="was not written with the plan that config.json has now"):
         load(protected[0])
 
 
 def test_salient_weights_that_config_json_does_not_name_are_refused(protected):
     edit(protected[0], lambda q: q.update(salient="none"))
-    with pytest.raises(checkpoint.CheckpointError, match=r"holds the tensor .*\.salient_codes, which the model has not"):
+    with pytest.raises(checkpoint.CheckpointError, match="was not written with the plan that config.json has now"):
         load(protected[0])
 
 
 def test_salient_weights_that_are_missing_are_refused(saved):
     edit(saved[0], lambda q: q.update(salient="weights", salient_share=0.05))
-    with pytest.raises(checkpoint.CheckpointError, match=r"lacks the tensor .*\.salient_codes"):
+    with pytest.raises(checkpoint.CheckpointError, match="was not written with the plan that config.json has now"):
         load(saved[0])
 
 
@@ -190,15 +190,13 @@ def test_a_tampered_plan_is_refused(saved):
         q["plan"]["model.layers.0.self_attn.q_proj"][2] = "88"
 
     edit(saved[0], widen)
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"q_proj.codes has the shape .* in the checkpoint, its config.json says"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match="was not written with the plan that config.json has now"):
         load(saved[0])
 
 
 def test_a_plan_that_misses_a_matrix_is_refused(saved):
     edit(saved[0], lambda q: q["plan"].pop("model.layers.1.mlp.up_proj"))
-    with pytest.raises(checkpoint.CheckpointError, match=r"lacks the tensor model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(checkpoint.CheckpointError, match="was not written with the plan that config.json has now"):
         load(saved[0])
 
 
@@ -291,12 +289,17 @@ def test_a_plan_that_was_changed_without_changing_its_size_is_refused(tiny, tmp_
     (lambda q: q.update(chunk_size="32"), "chunk_size '32' is not a number of columns"),
     (lambda q: q.pop("chunk_size"), "lacks chunk_size"),
     (lambda q: q.pop("plan"), "lacks plan"),
-    (lambda q: q.update(plan=[1]), "the plan is a list"),
+    (lambda q: q.update(plan=[1]), "plan is a list"),
     (lambda q: q["plan"].update({Q: 7}), f"{Q}: 7 is not rows, columns and one letter a unit"),
     (lambda q: q["plan"].update({Q: ["64", 64, "22"]}), "is not rows, columns and one letter a unit"),
     (lambda q: q["plan"].update({Q: [64, 64, 22]}), "is not rows, columns and one letter a unit"),
     (lambda q: q.update(embeddings={"model.embed_tokens": [300, 64]}), "is not rows, columns and one letter a unit"),
-    (lambda q: q.update(salient_share="x"), "salient_share 'x' is not a number"),
+    (lambda q: q.update(salient_share="x"), "salient_share 'x' is not between"),
+    (lambda q: q.update(salient_share=10**400), "salient_share 1000.* is not between"),
+    (lambda q: q.update(made_from=7), "made_from 7 is not a hash"),
+    (lambda q: q.update(version=2.0), "format version 2.0, this release reads 2"),
+    (lambda q: q.update(embeddings=None), "embeddings is a NoneType"),
+    (lambda q: q.update(embeddings={"model.embed_tokens": [300, 64, "33"]}), "an embedding is packed at 4 or 8 bits, not '33'"),
     (lambda q: q.update(salient=["weights"]), "salient .* is unknown"),
     (lambda q: q.update(version="1"), "format version '1', this release reads 2"),
 ])  # fmt: skip
@@ -314,8 +317,11 @@ def test_a_quantization_config_that_is_no_object_is_refused(saved):
         checkpoint.count(saved[0])
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "b"}}']
+)
 def test_a_damaged_index_is_refused(saved, text):
+    (saved[0] / "model.safetensors").unlink()
     (saved[0] / "model.safetensors.index.json").write_text(text)
     with pytest.raises(checkpoint.CheckpointError, match=r"index.json is damaged"):
         checkpoint.files(saved[0])
@@ -338,9 +344,46 @@ def test_a_tensor_of_a_foreign_type_is_refused(saved):
 
 @pytest.mark.parametrize("part", ["span", "salient_span"])
 def test_scales_that_are_no_numbers_are_refused_by_name(protected, part):
-    rewrite(protected[0], lambda tensors: {f"{Q}.{part}": torch.full_like(tensors[f"{Q}.{part}"], float("nan"))})
-    with pytest.raises(checkpoint.CheckpointError, match=f"{Q}: the range of its .*scales holds NaN"):
-        load(protected[0])
+    for value in (float("nan"), float("inf"), 200.0, 65504.0):  # 2^200 is infinite
+        rewrite(protected[0], lambda tensors, v=value: {f"{Q}.{part}": torch.full_like(tensors[f"{Q}.{part}"], v)})
+        with pytest.raises(
+            checkpoint.CheckpointError, match=f"{Q}: the range of its .*scales holds NaN, or reaches infinity"
+        ):
+            load(protected[0])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: torch.full_like(t, float("nan")), lambda t: t.to(torch.uint8), lambda t: t.long()]
+)
+def test_a_norm_that_is_no_number_is_refused_by_name(saved, change):
+    rewrite(saved[0], lambda tensors: {"model.norm.weight": change(tensors["model.norm.weight"])})
+    with pytest.raises(checkpoint.CheckpointError, match=r"model.norm.weight (holds NaN|is stored as \w+, not as F16)"):
+        load(saved[0])
+
+
+def test_a_file_beside_an_index_is_refused(saved):
+    (saved[0] / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"a": "model.safetensors"}}')
+    with pytest.raises(checkpoint.CheckpointError, match=r"holds model.safetensors and model.safetensors.index.json"):
+        checkpoint.files(saved[0])
+
+
+def test_shards_of_two_checkpoints_with_one_plan_are_not_mixed(monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        made.append(save(LlamaForCausalLM(tiny_config()), tmp_path / str(seed), made_from=str(seed)))
+    name = next(made[0].glob("model-00002-of-*")).name
+    (made[0] / name).write_bytes((made[1] / name).read_bytes())
+    for read in (load, checkpoint.count):
+        with pytest.raises(checkpoint.CheckpointError, match="was not written with the plan that config.json has now"):
+            read(made[0])
+
+
+def test_a_plan_for_a_vector_is_refused(saved):
+    edit(saved[0], lambda q: q["plan"].update({"model.norm": [64, 64, "22"]}))
+    with pytest.raises(checkpoint.CheckpointError, match="model.norm is 64 x 64 in the plan and 64 by config.json"):
+        load(saved[0])
 
 
 def test_a_model_without_a_head_says_what_to_load_it_with(saved):

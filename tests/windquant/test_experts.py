@@ -77,3 +77,15 @@ def test_buffers_that_correct_a_router_are_stored(tiny):
     tiny.model.layers[0].mlp.register_buffer("scratch", torch.ones(8), persistent=False)
     names = checkpoint.others(tiny).keys()
     assert "model.layers.0.mlp.e_score_correction_bias" in names and "model.layers.0.mlp.scratch" not in names
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_fused_again_the_experts_are_as_they_were(name):
+    model = architecture(name)
+    for p in model.parameters():
+        p.data.normal_(0, 0.2)
+    again = taken_apart(model)
+    experts.fuse_(again)
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(t, after[n]) for n, t in before.items())
+    assert torch.equal(again(IDS).logits, model(IDS).logits)

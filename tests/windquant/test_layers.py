@@ -137,16 +137,17 @@ def test_an_embedding_is_rounded_to_nearest(bits):
 
 
 @pytest.mark.parametrize("protection", [None, *PROTECTIONS])
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1.58, 1])
 def test_in_float16_large_activations_do_not_overflow_before_the_scale(bits, protection):
-    """Weights of 1e-3 and activations of 1,000: outputs of a few units, codes times activations beyond 65,504."""
-    layer, _ = packed_linear(64, 576, 64, bits, protection=protection)
-    layer.span[:, 0] -= 10  # in octaves
+    """Weights below 1e-2 and activations of 3,000 that add up: a unit's sum of points passes 65,504, the output does not."""
+    layer, dense = packed_linear(64, 576, 64, bits, protection=protection)
+    layer.span[:, 0] -= 8  # in octaves
     if protection:
-        layer.salient_span[:, 0] -= 10
-    x = 1000 * torch.ones(1, 576, dtype=torch.float16)
-    expected = F.linear(x.double(), layer.dequantize().double())
-    assert ((layer(x).double() - expected).abs() <= 3e-3 * F.linear(x.double(), layer.dequantize().double().abs())).all()
+        layer.salient_span[:, 0] -= 8
+    x = (3000 * dense[:1].sign()).half()
+    expected, w = layer.dequantize().double() @ x[0].double(), layer.dequantize().double().abs()
+    assert float(expected.abs().max()) < 65504
+    assert ((layer(x)[0].double() - expected).abs() <= 3e-3 * (w @ x[0].double().abs())).all()
 
 
 def test_a_layers_weight_has_the_models_dtype():
