@@ -14,7 +14,6 @@ import psutil
 import torch
 
 from tasks import models, packed, progress, store
-from windquant import checkpoint
 
 PROMPT, DECODED, ROUNDS = 512, 16, 5
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
@@ -69,5 +68,5 @@ def _row(name: str, rounds: list[dict[str, tuple[float, float]]], memory: int, f
         "prefill_ratio": ratios[0],
         "decode_ratio": ratios[1],
         "memory_mb": memory / 1e6,
-        "file_mb": sum(f.stat().st_size for f in checkpoint.files(folder)) / 1e6,
+        "file_mb": sum(f.stat().st_size for f in set(models.shards(folder).values())) / 1e6,
     }

@@ -56,6 +56,7 @@ class Packed(nn.Module):
         self.rows, self.columns = rows, columns
         self.runs = unpacking.layout(rows, columns, chunk_size, symbols)
         self.few = FEW
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
         self._salient = tuple(SALIENT_PARTS) if protection else ()
         shapes = unpacking.shapes(self.runs) | (protection.shapes(rows, columns) if protection else {})
         for part, dtype in (PARTS | SALIENT_PARTS).items():
@@ -102,25 +103,47 @@ class Packed(nn.Module):
         """x (tokens, columns) -> (tokens, rows) float32."""
         if x.dtype == torch.float16:
             x = x.float()  # a unit's sum has its scale still to come, and would pass what float16 holds
-        packed, salient = (self.codes, self.scale, self.span, self.runs), self.salient
+        s, salient = from_log8(self.scale, self.span), self.salient
         if salient is None:
-            return unpacking.multiply(x, *packed)
-        index = salient.index()
+            return unpacking.multiply(x, self.codes, s, self.runs)
         if salient.by_column:
-            rest = unpacking.multiply(x.index_fill(1, index, 0), *packed)
-        else:
-            rest = unpacking.multiply(x, *packed, holes=(index // self.columns, index % self.columns))
-        return rest + salient.multiply(x, index)
+            index = salient.index()
+            return unpacking.multiply(x.index_fill(1, index, 0), self.codes, s, self.runs) + salient.multiply(x, index)
+        row, column, w = self._beyond(salient, s)
+        out = unpacking.multiply(x, self.codes, s, self.runs)
+        return out.index_add_(1, row, x[:, column].float() * w)
+
+    def _beyond(self, salient: Salient, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and columns of single salient weights, and what they are beyond what the code 0 stands for in their places;
+        (n,) each. s: the scales (units with a scale, rows, 1). Worked out for the first few tokens and kept: 12 bytes a
+        salient weight, in place of most of the time that decoding would take."""
+        if self._kept is None:
+            index = salient.index()
+            row, column = index // self.columns, index % self.columns
+            zero = torch.zeros(len(index), device=index.device)
+            for run in self.runs:
+                inside = (column >= run.columns.start) & (column < run.columns.stop)
+                if run.grid.has_scale:
+                    unit = run.scaled.start + (column[inside] - run.columns.start) // run.width
+                    zero[inside] = run.grid.offset * s[unit, row[inside], 0]
+            self._kept = row.int(), column.int(), salient.values(row) - zero
+        row, column, w = self._kept
+        return row.long(), column.long(), w
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves to another device; a cast of the model must not cast the range of its scales."""
         spans = {name: b for name, b in self._buffers.items() if name.endswith("span") and b is not None}
         super()._apply(fn, recurse)
+        self._kept = None
         for name, span in spans.items():
             cast = getattr(self, name)
             if cast.dtype != span.dtype:
                 setattr(self, name, span.to(cast.device))
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._kept = None
 
     def extra_repr(self) -> str:
         bits = 8 * self.codes.numel() / (self.rows * self.columns)

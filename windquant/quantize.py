@@ -5,7 +5,7 @@ before anything is computed with them, so the weights of a reloaded matrix equal
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -180,6 +180,8 @@ def pack_matrix(
     dense = torch.cat([u.weights()[0] for u in units], 1)
     if salient:
         salient.place_(dense)
+        free = (~salient.mask()).split([u.values.shape[-1] for u in units], 1)
+        units = [replace(u, values=u.values * own) for u, own in zip(units, free, strict=True)]
     scaled = [u for u in units if u.grid.has_scale]
     rows, device = dense.shape[0], dense.device
     packed = PackedMatrix(

@@ -5,7 +5,7 @@ whole input columns. Each row has one scale for its protected weights, stored as
 `positions`. Both count as stored bytes: 3 % single weights take 8 + 7 bits each, columns little more than 8.
 
 A protected weight has its INT8 value in place of what its unit's code stands for; the code is still there, so that units
-keep their sizes, but means nothing. Values do not depend on the plan: they are fixed before anything is rounded, and
+keep their sizes, but is 0. Values do not depend on the plan: they are fixed before anything is rounded, and
 rounding, error feedback and reconstruction see them as constants.
 
 Notation: w (rows, columns); a (columns,) = E|x|; n protected weights or columns.
@@ -129,7 +129,7 @@ class Salient:
         if self.by_column:
             w[:, index] = decode(self.codes, s, INT8).to(w.dtype)
         else:
-            w.view(-1)[index] = decode(self.codes, s[index // self.columns, 0], INT8).to(w.dtype)
+            w.view(-1)[index] = self.values(index // self.columns).to(w.dtype)
 
     def mask(self) -> Tensor:
         """(rows, columns) bool, True where protected."""
@@ -143,14 +143,15 @@ class Salient:
         found = torch.bincount(index % self.columns // chunk_size, minlength=units)
         return (found * self.rows if self.by_column else found).tolist()
 
+    def values(self, row: Tensor) -> Tensor:
+        """Single protected weights, (n,) float32. row: theirs."""
+        return decode(self.codes, scales.from_log8(self.scale, self.span)[0, row, 0], INT8)
+
     def multiply(self, x: Tensor, index: Tensor) -> Tensor:
-        """x (tokens, columns) times the transposed matrix of the protected weights alone, (tokens, rows) float32. index:
+        """x (tokens, columns) times the transposed matrix of the protected columns alone, (tokens, rows) float32. index:
         what `index` gives."""
         s = scales.from_log8(self.scale, self.span)[0, :, 0]
-        if self.by_column:
-            return (x[:, index] @ level(self.codes, INT8, x.dtype).t()).float() * s
-        products = x[:, index % self.columns].float() * level(self.codes, INT8)
-        return products.new_zeros(len(x), self.rows).index_add_(1, index // self.columns, products) * s
+        return (x[:, index] @ level(self.codes, INT8, x.dtype).t()).float() * s
 
 
 @dataclass(frozen=True)

@@ -115,21 +115,18 @@ def place_(out: Tensor, w: Tensor, run: Run) -> None:
     out[:, run.columns].unflatten(1, (run.units, run.width)).copy_(w.transpose(0, 1))
 
 
-def multiply(
-    x: Tensor, codes: Tensor, scale: Tensor, span: Tensor, runs: Sequence[Run], holes: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def multiply(x: Tensor, codes: Tensor, s: Tensor, runs: Sequence[Run]) -> Tensor:
     """x (tokens, columns) times the transposed matrix, (tokens, rows) float32, without its weights in float32: the grid
-    points of all units are multiplied in the dtype of x, each unit's sums then with its scales. holes: rows and
-    columns of weights that are to count as zero."""
-    s = from_log8(scale, span)  # `_factors_` works on it in place
+    points of all units are multiplied in the dtype of x, each unit's sums then with its scales. s: the scales (units with
+    a scale, rows, 1), which are changed."""
     full = [run for run in runs if run.width == runs[0].width]
-    out = _multiply_units(x, codes, s, full, holes)
+    out = _multiply_units(x, codes, s, full)
     if len(full) < len(runs):
-        out = out + _multiply_units(x, codes, s, runs[-1:], holes)
+        out = out + _multiply_units(x, codes, s, runs[-1:])
     return out.t()
 
 
-def _multiply_units(x: Tensor, codes: Tensor, s: Tensor, runs: Sequence[Run], holes: tuple[Tensor, Tensor] | None) -> Tensor:
+def _multiply_units(x: Tensor, codes: Tensor, s: Tensor, runs: Sequence[Run]) -> Tensor:
     """The share of adjacent runs of one shape, (rows, tokens) float32."""
     units, (_, rows, width) = sum(run.units for run in runs), runs[0].shape
     w = torch.empty(units, rows, width, dtype=x.dtype, device=x.device)
@@ -137,11 +134,6 @@ def _multiply_units(x: Tensor, codes: Tensor, s: Tensor, runs: Sequence[Run], ho
     for run in runs:
         points_(w[first : first + run.units], codes, run, unit_step=True)
         first += run.units
-    if holes:
-        row, column = holes[0], holes[1] - runs[0].columns.start
-        inside = (column >= 0) & (column < units * width)
-        row, column = row[inside], column[inside]
-        w[column // width, row, column % width] = 0
     own = x[:, runs[0].columns.start : runs[-1].columns.stop].reshape(len(x), units, width)
     sums = torch.bmm(w, own.permute(1, 2, 0).contiguous()).float()
     return sums.mul_(_factors_(s, runs)).sum(0)

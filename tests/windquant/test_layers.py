@@ -170,3 +170,14 @@ def test_ids_out_of_range_are_refused():
     for ids in ([-1], [40]):
         with pytest.raises((IndexError, RuntimeError), match="out of"):
             layer(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+def test_weights_loaded_later_are_those_that_count(protection):
+    """Although some of the earlier ones were kept unpacked after the first token."""
+    layer, _ = packed_linear(64, 576, 64, 2, protection=protection)
+    other, dense = packed_linear(64, 576, 64, 2, seed=1, protection=protection)
+    x = torch.randn(1, 576)
+    layer(x)
+    layer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(layer(x), F.linear(x, dense), atol=1e-4, rtol=1e-4)

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from windquant.quantize import quantize_matrix
+from windquant.quantize import PARTS, PackedMatrix, quantize_matrix
 from windquant.salient import Protection, Salient, protect, protection, total_size
+from windquant.scales import from_log8
 from windquant.units import Matrix, cut
 
 MODES = ("weights", "columns")
@@ -151,3 +152,14 @@ def test_a_missing_part_is_named():
     del tensors["salient_scale"]
     with pytest.raises(ValueError, match="of its salient weights salient_scale is missing"):
         Salient.of(12, 120, tensors)
+
+
+@pytest.mark.parametrize("mode", ["weights", "columns"])
+def test_the_code_in_a_salient_weights_place_is_0(mode):
+    w = torch.randn(40, 96)
+    salient = protect(w, torch.ones(96), Protection(mode, 0.05))
+    packed, _ = quantize_matrix(w, torch.eye(96), [4, 8, 4], 32, salient)
+    bare = PackedMatrix.of(40, 96, 32, packed.symbols, {p: getattr(packed, p) for p in PARTS}).dequantize()
+    s = torch.cat([t.expand(-1, c) for t, c in zip(from_log8(packed.scale, packed.span), (32, 32, 32), strict=True)], 1)
+    lowest = s * torch.cat([torch.full((40, 32), o) for o in (-8.0, -128.0, -8.0)], 1)
+    assert torch.equal(bare[salient.mask()], lowest[salient.mask()])
