@@ -118,15 +118,16 @@ class Packed(nn.Module):
         (n,) each. s: the scales (units with a scale, rows, 1). Worked out for the first few tokens and kept: 12 bytes a
         salient weight, in place of most of the time that decoding would take."""
         if self._kept is None:
-            index = salient.index()
-            row, column = index // self.columns, index % self.columns
-            zero = torch.zeros(len(index), device=index.device)
-            for run in self.runs:
-                inside = (column >= run.columns.start) & (column < run.columns.stop)
-                if run.grid.has_scale:
-                    unit = run.scaled.start + (column[inside] - run.columns.start) // run.width
-                    zero[inside] = run.grid.offset * s[unit, row[inside], 0]
-            self._kept = row.int(), column.int(), salient.values(row) - zero
+            with torch.inference_mode(False), torch.no_grad():  # kept for calls in any mode
+                index = salient.index()
+                row, column = index // self.columns, index % self.columns
+                zero = torch.zeros(len(index), device=index.device)
+                for run in self.runs:
+                    inside = (column >= run.columns.start) & (column < run.columns.stop)
+                    if run.grid.has_scale:
+                        unit = run.scaled.start + (column[inside] - run.columns.start) // run.width
+                        zero[inside] = run.grid.offset * s[unit, row[inside], 0]
+                self._kept = row.int(), column.int(), salient.values(row) - zero
         row, column, w = self._kept
         return row.long(), column.long(), w
 

@@ -181,3 +181,13 @@ def test_weights_loaded_later_are_those_that_count(protection):
     layer(x)
     layer.load_state_dict(other.state_dict())
     torch.testing.assert_close(layer(x), F.linear(x, dense), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("protection", [None, *PROTECTIONS])
+def test_after_inference_gradients_reach_the_input(protection):
+    layer, dense = packed_linear(64, 576, 64, protection=protection)
+    with torch.inference_mode():
+        layer(torch.randn(1, 576))
+    x = torch.randn(2, 576, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, dense.sum(0).expand(2, -1), atol=1e-3, rtol=1e-3)
