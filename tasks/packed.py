@@ -21,7 +21,7 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32)
     except checkpoint.CheckpointError as e:
         raise UserError(str(e)) from e
     except (OSError, ValueError, TypeError, KeyError) as e:  # what transformers has to say of a config.json
-        raise UserError(f"{folder} cannot be loaded: {first_line(e)}; make or copy the checkpoint again") from e
+        raise UserError(f"{folder} cannot be loaded: {first_line(e)}{checkpoint.AGAIN}") from e
     if not isinstance(model.hf_quantizer, plugin.WindquantQuantizer):
         raise AssertionError(f"transformers loaded {folder} without this format's quantizer: its weights are made up")
     return model

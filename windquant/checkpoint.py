@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from windquant.units import Matrix, Unit, columns_of, effective_bits
 
 VERSION = 2
 SHARD_BYTES = 2_000_000_000
-_AGAIN = "; make or copy the checkpoint again"
+AGAIN = "; make or copy the checkpoint again"
 _STORED_AS = PARTS | SALIENT_PARTS
 DIGEST = "windquant"
 """The key in a shard's metadata."""
@@ -66,24 +67,24 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if type(self.chunk_size) is not int or self.chunk_size < 1:
-            raise CheckpointError(f"chunk_size {self.chunk_size!r} is not a number of columns{_AGAIN}")
+            raise CheckpointError(f"chunk_size {self.chunk_size!r} is not a number of columns{AGAIN}")
         for what in ("plan", "embeddings"):
             table = getattr(self, what)
             if not isinstance(table, dict):
-                raise CheckpointError(f"{what} is a {type(table).__name__}, not entries by a matrix's name{_AGAIN}")
+                raise CheckpointError(f"{what} is a {type(table).__name__}, not entries by a matrix's name{AGAIN}")
             for name, found in table.items():
                 self._check(name, found)
         for name, (_, _, letters) in self.embeddings.items():
             if not set(letters) <= {"4", "8"}:
-                raise CheckpointError(f"{name}: an embedding is packed at 4 or 8 bits, not '{letters}'{_AGAIN}")
+                raise CheckpointError(f"{name}: an embedding is packed at 4 or 8 bits, not '{letters}'{AGAIN}")
         if type(self.salient_share) not in (int, float) or not 0 <= self.salient_share <= 1:
-            raise CheckpointError(f"salient_share {self.salient_share!r} is not between 0 and 1{_AGAIN}")
+            raise CheckpointError(f"salient_share {self.salient_share!r} is not between 0 and 1{AGAIN}")
         if not isinstance(self.made_from, str):
-            raise CheckpointError(f"made_from {self.made_from!r} is not a hash{_AGAIN}")
+            raise CheckpointError(f"made_from {self.made_from!r} is not a hash{AGAIN}")
         try:
             _ = self.protection
         except InputError as e:
-            raise CheckpointError(f"{e}{_AGAIN}") from e
+            raise CheckpointError(f"{e}{AGAIN}") from e
 
     def _check(self, name: str, found: Entry) -> None:
         try:
@@ -91,11 +92,11 @@ class Quantization:
             if not (type(rows) is type(columns) is int and min(rows, columns) > 0 and isinstance(letters, str)):
                 raise ValueError
         except (TypeError, ValueError):
-            raise CheckpointError(f"{name}: {found!r} is not rows, columns and one letter a unit{_AGAIN}") from None
+            raise CheckpointError(f"{name}: {found!r} is not rows, columns and one letter a unit{AGAIN}") from None
         try:
             unpacking.layout(rows, columns, self.chunk_size, letters)
         except InputError as e:
-            raise CheckpointError(f"{name}: {e}{_AGAIN}") from e
+            raise CheckpointError(f"{name}: {e}{AGAIN}") from e
 
     @property
     def protection(self) -> Protection | None:
@@ -113,13 +114,14 @@ class Quantization:
             )
         fields = {f.name for f in dataclasses.fields(cls)}
         if missing := sorted(fields - found.keys()):
-            raise CheckpointError(f"its quantization_config lacks {missing[0]}{_AGAIN}")
+            raise CheckpointError(f"its quantization_config lacks {missing[0]}{AGAIN}")
         return cls(**{name: found[name] for name in fields})
 
     def to_dict(self) -> dict[str, Any]:
         """As a config.json holds it."""
         return {"quant_method": "windquant", "version": VERSION} | dataclasses.asdict(self)
 
+    @cached_property
     def digest(self) -> str:
         """sha256, what shards are marked with."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
@@ -208,7 +210,7 @@ class Writer:
         file = self.folder / f"shard-{len(self.files)}"
         file.touch()
         mode = file.stat().st_mode
-        save_file(self.pending, file, {DIGEST: self.quantization.digest()})  # of two keys the order would be left to chance
+        save_file(self.pending, file, {DIGEST: self.quantization.digest})  # of two keys the order would be left to chance
         file.chmod(mode)  # safetensors leaves it to its owner alone
         self.weight_map |= dict.fromkeys(self.pending, len(self.files))
         self.files.append(file)
@@ -275,11 +277,10 @@ class Bytes:
 
 def count(folder: Path) -> Bytes:
     """Count a checkpoint's bytes from the files on disk, nothing else. Raises CheckpointError when it is not whole."""
-    quantization = read_quantization(folder)
+    quantization, found, stored = _whole(folder)
     chunk, plan, embeddings = quantization.chunk_size, quantization.plan, quantization.embeddings
     sizes: dict[str, int] = dict.fromkeys(("codes", "scales", "salient", "embeddings", "head", "other"), 0)
-    found, parameters = files(folder), 0
-    stored, wanted = headers(found), quantization.tensors()
+    parameters, wanted = 0, quantization.tensors()
     check_fits({name: what for name, what in stored.items() if name in wanted}, wanted)
     inside = tuple({re.split(r"\.\d+\.", name)[0] + "." for name in plan})  # the decoder blocks
     for name, (dtype, shape) in stored.items():
@@ -327,7 +328,7 @@ def _salient_counts(found: Iterable[Path], quantization: Quantization) -> dict[s
             assert salient is not None
             out[name] = salient.counts(quantization.chunk_size)
         except InputError as e:
-            raise CheckpointError(f"{name}: {e}{_AGAIN}") from e
+            raise CheckpointError(f"{name}: {e}{AGAIN}") from e
     return out
 
 
@@ -359,6 +360,12 @@ def _json(file: Path) -> dict[str, Any]:
 
 def files(folder: Path) -> list[Path]:
     """A checkpoint's safetensors files, all there, none cut short, all of this checkpoint. Raises CheckpointError."""
+    return _whole(folder)[1]
+
+
+def _whole(folder: Path) -> tuple[Quantization, list[Path], dict[str, tuple[str, tuple[int, ...]]]]:
+    """What config.json says, the files as `files` gives them, and what `headers` read in them."""
+    quantization = read_quantization(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     found = [single]
     if index.exists():
@@ -369,20 +376,20 @@ def files(folder: Path) -> list[Path]:
         where = content.get("weight_map")
         names = set(where.values()) if isinstance(where, dict) and all(isinstance(n, str) for n in where.values()) else set()
         if not names or not isinstance(content.get("metadata"), dict):
-            raise CheckpointError(f"{index} is damaged: it names no files, or lacks its metadata{_AGAIN}")
+            raise CheckpointError(f"{index} is damaged: it names no files, or lacks its metadata{AGAIN}")
         found = [folder / name for name in sorted(names)]
-    headers(found)
-    check_digests(found, read_quantization(folder))
-    return found
+    stored = headers(found)
+    check_digests(found, quantization)
+    return quantization, found, stored
 
 
 def check_digests(found: Iterable[Path], quantization: Quantization) -> None:
     """Raises CheckpointError when a file was written with another `quantization_config`."""
     for file in found:
         with safe_open(file, "pt") as f:
-            if (f.metadata() or {}).get(DIGEST) != quantization.digest():
+            if (f.metadata() or {}).get(DIGEST) != quantization.digest:
                 raise CheckpointError(
-                    f"{file} was not written with the plan that config.json has now: one of them was changed{_AGAIN}"
+                    f"{file} was not written with the plan that config.json has now: one of them was changed{AGAIN}"
                 )
 
 
@@ -417,14 +424,14 @@ def check_fits(
     extra = sorted(found.keys() - wanted.keys())
     if missing or extra:
         what = f"lacks the tensor {missing[0]}" if missing else f"holds the tensor {extra[0]}, which the model has not"
-        raise CheckpointError(f"the checkpoint {what}: it does not fit its own config.json{_AGAIN}")
+        raise CheckpointError(f"the checkpoint {what}: it does not fit its own config.json{AGAIN}")
     for name in sorted(found):
         dtype, shape = found[name]
         if shape != wanted[name]:
             raise CheckpointError(
-                f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}{_AGAIN}"
+                f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}{AGAIN}"
             )
         owner, _, part = name.rpartition(".")
         right = (_STORED_AS[part],) if f"{owner}.codes" in wanted and part in _STORED_AS else ("F16", "BF16", "F32")
         if dtype not in right:
-            raise CheckpointError(f"{name} is stored as {dtype}, not as {' or '.join(right)}{_AGAIN}")
+            raise CheckpointError(f"{name} is stored as {dtype}, not as {' or '.join(right)}{AGAIN}")

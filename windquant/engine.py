@@ -96,12 +96,9 @@ class Engine:
 
     def _block(self, index: int, x: Tensor, q: Tensor) -> tuple[dict[str, PackedMatrix], Tensor, Tensor]:
         """The block's matrices, and both streams behind it."""
-        packed, inputs = {}, Inputs(block=index)
+        packed = {}
         with self.walk.block(index) as block:
-            target = self._forward(index, block, x, "the reference's")
-            with inputs.watch(block):
-                self._forward(index, block, q, "the quantized model's")
-            inputs.finish_(experts.groups(block))
+            target, inputs = self._watch(index, block, x, q)
             salient = {name: self.protect(index, name, layer.weight) for name, layer in linears(block).items()}
             if self.config is None:
                 rounded = self._feedback(index, block, inputs, salient)
@@ -114,6 +111,19 @@ class Engine:
                 if not torch.equal(packed[full].dequantize(), dense):
                     raise AssertionError(f"{full}: unpacking does not give the weights that were packed")
             return packed, target, self._forward(index, block, q, "the quantized model's")
+
+    def _watch(self, index: int, block: nn.Module, x: Tensor, q: Tensor) -> tuple[Tensor, Inputs]:
+        """What the reference's block makes of x, and what the quantized model's activations q are like in it."""
+        inputs = Inputs(block=index)
+        target = self._forward(index, block, x, "the reference's")
+        with inputs.watch(block):
+            self._forward(index, block, q, "the quantized model's")
+        inputs.finish_(experts.groups(block))
+        return target, inputs
+
+    def _generator(self, index: int) -> torch.Generator:
+        """A block's own, so that an interrupted run goes on alike."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + index)
 
     def _forward(self, index: int, block: nn.Module, hidden: Tensor, whose: str) -> Tensor:
         """All windows (n, T, hidden) through a block, on the CPU."""
@@ -156,8 +166,7 @@ class Engine:
                 bits = self.plan(full)
                 latents[name] = Latent(layer.weight, inputs.take(name), bits, self.chunk_size, salient[name])
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # the latent has it
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        batches = self._batches(q, target, self.config.batch, generator)
+        batches = self._batches(q, target, self.config.batch, self._generator(index))
         with compute(self.walk.device):
             reconstruct(block, latents, batches, lambda x: self.walk.run(index, block, x), self.config)
         for name in list(latents):

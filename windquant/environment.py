@@ -33,7 +33,6 @@ from windquant.errors import InputError
 from windquant.grids import WIDTHS
 from windquant.units import Unit, columns_of
 
-STATE_VERSION = 1
 STATIC = (
     "log_mean", "log_variance", "sparsity", "outliers",
     "log_activation", "log_peak", "log_distortion", "log_remaining",
@@ -131,12 +130,12 @@ class Environment(gym.vector.VectorEnv):
         self.at = 0
         self.left = torch.full((self.num_envs,), self.problem.budget)
         self.choice = torch.empty(self.num_envs, len(self.B), dtype=torch.int64)
-        return self.state().numpy(), {"mask": self.mask().numpy()}
+        self.admitted = self._mask()
+        return self.state().numpy(), {"mask": self.admitted.numpy()}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         actions = torch.as_tensor(actions)
-        allowed = self.mask().gather(1, actions[:, None])
-        if not bool(allowed.all()):
+        if not bool(self.admitted.gather(1, actions[:, None]).all()):
             raise InputError(f"unit {self.at}: a masked width was chosen")
         self.choice[:, self.at] = actions
         self.left = self.left - self.B[self.at, actions]
@@ -150,11 +149,12 @@ class Environment(gym.vector.VectorEnv):
                 info["loss"] = self.loss(self.choice).numpy()
                 reward = reward - self.quality * torch.as_tensor(info["loss"]) / self.unit
         else:
-            info["mask"] = self.mask().numpy()
+            self.admitted = self._mask()
+            info["mask"] = self.admitted.numpy()
         ends = torch.full((self.num_envs,), done).numpy()
         return self.state().numpy(), reward.numpy(), ends, (ends & False), info
 
-    def mask(self) -> Tensor:
+    def _mask(self) -> Tensor:
         """(episodes, widths) bool, the actions that keep the plan feasible. Where none does, for units are whole, the widest
         that the budget still admits."""
         after = self.left[:, None] - self.B[self.at]

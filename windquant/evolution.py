@@ -46,15 +46,10 @@ def mutate(problem: Problem, choice: Tensor, generator: torch.Generator) -> Tens
     choice = choice.clone()
     choice[up] = (choice[up] + 1).clamp_max(top)
     excess = problem.size(choice) - problem.budget
-    for u in order[switches:].tolist():
+    for u in order.roll(-switches).tolist():  # those that went up come last, when no other unit can pay
         if excess <= 0:
             break
         if choice[u] > 0:
             excess -= int(problem.B[u, choice[u]] - problem.B[u, choice[u] - 1])
             choice[u] -= 1
-    for u in up.tolist():  # no other unit could pay
-        if excess <= 0:
-            break
-        excess -= int(problem.B[u, choice[u]] - problem.B[u, choice[u] - 1]) if choice[u] > 0 else 0
-        choice[u] = max(int(choice[u]) - 1, 0)
     return fill(problem, choice, torch.randperm(units, generator=generator))

@@ -68,7 +68,8 @@ class Packed(nn.Module):
     def check(self) -> None:
         """Raises InputError when what was loaded cannot be: scales that are NaN or infinite, positions out of range."""
         salient = self.salient
-        for whose, span in (("its", self.span), ("its salient weights'", salient.span if salient else self.span)):
+        spans = {"its": self.span} | ({"its salient weights'": salient.span} if salient else {})
+        for whose, span in spans.items():
             low, step = span.float().unbind(-1)
             if not bool((low + 254 * step < 128).all()):  # NaN is not below either; 2^128 is infinite
                 raise InputError(f"the range of {whose} scales holds NaN, or reaches infinity")

@@ -63,14 +63,14 @@ class WindquantQuantizer(HfQuantizer):
                 try:
                     module.check()
                 except InputError as e:
-                    raise CheckpointError(f"{name}: {e}; make or copy the checkpoint again") from e
+                    raise CheckpointError(f"{name}: {e}{checkpoint.AGAIN}") from e
         for name, p in model.named_parameters():  # by their extremes, which pass NaN on and take no copy
             if p.numel() and not bool(torch.isfinite(torch.stack(p.aminmax())).all()):
-                raise CheckpointError(f"{name} holds NaN or Inf; make or copy the checkpoint again")
+                raise CheckpointError(f"{name} holds NaN or Inf{checkpoint.AGAIN}")
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        return None, {checkpoint.DIGEST: self.quantization_config.quantization.digest()}
+        return None, {checkpoint.DIGEST: self.quantization_config.quantization.digest}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         wanted = model.dtype if dtype is None else dtype

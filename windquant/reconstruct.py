@@ -108,20 +108,18 @@ class Latent:
         """The matrix a few units at a time: their columns, and a latent that shares this one's memory."""
         size = together(self.w[0].numel())
         for start in range(0, len(self.widths), size):
-            units, part = slice(start, start + size), copy.copy(self)
-            for name, value in vars(self).items():
-                if isinstance(value, (Tensor, list)):
-                    setattr(part, name, value[units])
+            part = self.take(slice(start, start + size))
             first = start * self.width
             yield slice(first, first + sum(part.widths)), part
 
-    def take(self, places: Tensor) -> "Latent":
-        """Copies of some units, (n,) ascending."""
+    def take(self, places: slice | Tensor) -> "Latent":
+        """Some units: of a slice in this one's memory, of places (n,) ascending copies."""
         part = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, list) and isinstance(places, Tensor):
+                setattr(part, name, [value[u] for u in places.tolist()])
+            elif isinstance(value, Tensor | list):
                 setattr(part, name, value[places])
-        part.grids, part.widths = ([kept[u] for u in places.tolist()] for kept in (self.grids, self.widths))
         return part
 
     def put_(self, places: Tensor, part: "Latent") -> None:

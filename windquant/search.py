@@ -191,13 +191,14 @@ class Search:
         factors = torch.randn(self.psi.shape[1], E, generator=self.generator, dtype=torch.float64)
         shown = (self.config.explore * self.psi @ factors).exp()
         shown[:, 0] = 1  # as it is
-        steps, choice = self._play(E, shown)
+        steps, choice = self._play(shown, self._environment(E))
         losses = self.loss(choice)
         self.choices, self.losses = torch.cat([self.choices, choice]), torch.cat([self.losses, losses])
         if self.target_loss is not None:
             self.mu = min(max(self.mu * math.exp(float(losses.mean()) - self.target_loss), 0.25), 4.0)
-        stats = self._learn(steps, choice)
-        own = self.plan(steps["state"].mean(1))[None]
+        env = self._environment(1)
+        stats = self._learn(steps, choice, env)
+        own = self.plan(steps["state"].mean(1), env)[None]
         self.own_loss = float(self.loss(own))
         sizes = torch.stack([torch.tensor(self.problem.size(c)) for c in choice]).double()
         return {
@@ -211,40 +212,39 @@ class Search:
         } | stats
 
     @torch.no_grad()
-    def plan(self, state: Tensor) -> Tensor:
+    def plan(self, state: Tensor, env: Environment) -> Tensor:
         """What the policy prefers, as a whole: the lagrangian plan of the distortions that its logits stand for. state:
         (units, 15), of every unit when its turn comes."""
-        env = self._environment(self.corrected(), 1)
         h, k, g = self.policy.actor(state).double().split((1, 1, len(WIDTHS)), -1)
         D = h.exp() * self.problem.D.double() - env.unit * self.learning.temperature * (-k).exp() * g
         problem = Problem(D - D.amin(1, keepdim=True), self.problem.B, self.problem.budget)
         return lagrangian(problem, self.generator)
 
-    def _environment(self, problem: Problem, episodes: int) -> Environment:
-        return Environment(problem, self.static, episodes, price(problem), self.mu)
+    def _environment(self, episodes: int) -> Environment:
+        """Of the corrected problem, at its price."""
+        problem = self.corrected()
+        return Environment(problem, self.static, episodes, price(problem))
 
-    def _play(self, episodes: int, factors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _play(self, factors: Tensor, env: Environment) -> tuple[dict[str, Tensor], Tensor]:
         """Every step's tensors (T, E, ...), and the finished choices. factors: (units, E) on the table each episode is
         shown."""
-        env = self._environment(self.corrected(), episodes)
         D, pB = self.problem.D.double() / env.unit, env.price * (env.B - env.two[:, None]).double() / env.unit
-        env.reset()
+        state, info = env.reset()
         kept: dict[str, list[Tensor]] = {name: [] for name in ("state", "table", "mask", "actions", "log_pi", "V")}
         with torch.no_grad():
             for u in range(len(D)):
-                state, mask = env.state(), env.mask()
-                table = torch.stack([D[u] * factors[u, :, None], pB[u].expand(episodes, -1)], 1).float()
-                logits, V = self.policy(state, table, mask)
+                seen, mask = torch.as_tensor(state), torch.as_tensor(info["mask"])
+                table = torch.stack([D[u] * factors[u, :, None], pB[u].expand(env.num_envs, -1)], 1).float()
+                logits, V = self.policy(seen, table, mask)
                 log_all = ppo.log_probabilities(logits)
                 actions = torch.multinomial(log_all.exp(), 1, generator=self.generator)
-                found = (state, table, mask, actions[:, 0], log_all.gather(1, actions)[:, 0], V)
+                found = (seen, table, mask, actions[:, 0], log_all.gather(1, actions)[:, 0], V)
                 for values, tensor in zip(kept.values(), found, strict=True):
                     values.append(tensor)
-                env.step(actions[:, 0])
+                state, _, _, _, info = env.step(actions[:, 0])
         return {name: torch.stack(values) for name, values in kept.items()}, env.choice
 
-    def _learn(self, steps: dict[str, Tensor], choice: Tensor) -> dict[str, float]:
-        env = self._environment(self.corrected(), 1)
+    def _learn(self, steps: dict[str, Tensor], choice: Tensor, env: Environment) -> dict[str, float]:
         r = (self.mu * env.rewards if self.target_loss is not None else env.rewards).gather(1, choice.T).float()
         A = ppo.gae(r, steps["V"], self.learning.gamma, self.learning.lam)
         flat = {name: t.flatten(0, 1) for name, t in (steps | {"A": A, "R": A + steps["V"]}).items()}

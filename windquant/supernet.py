@@ -18,17 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windquant import experts
+from windquant import unpacking
 from windquant.blocks import linears
-from windquant.calibrate import Inputs
 from windquant.engine import FORWARD_WINDOWS, Engine, compute
 from windquant.errors import InputError, about
-from windquant.grids import GRIDS, WIDTHS, decode
-from windquant.packing import unpack
+from windquant.grids import GRIDS, WIDTHS
 from windquant.quantize import PARTS, PackedMatrix, pack_matrix
 from windquant.reconstruct import Latent, reconstruct
 from windquant.salient import SALIENT_PARTS, Salient
-from windquant.scales import from_log8
 from windquant.units import Unit, columns_of
 
 STORED = tuple(b for b in WIDTHS if b < 16)
@@ -99,13 +96,9 @@ class Supernet(Engine):
 
     def _block(self, index: int, x: Tensor, q: Tensor) -> Any:
         assert self.config is not None
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        inputs, mixtures = Inputs(block=index), {}
+        generator, mixtures = self._generator(index), {}
         with self.walk.block(index) as block:
-            target = self._forward(index, block, x, "the reference's")
-            with inputs.watch(block):
-                self._forward(index, block, q, "the quantized model's")
-            inputs.finish_(experts.groups(block))
+            target, inputs = self._watch(index, block, x, q)
             for name, layer in linears(block).items():
                 with about(self.walk.path(index, name)):
                     salient = self.protect(index, name, layer.weight)
@@ -149,7 +142,7 @@ class Composed:
     model: Any
     body: list[Unit]
     tensors: Callable[[int], dict[str, Tensor]]
-    now: list[float | None] = field(default_factory=list)
+    now: list[float | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.now = [None] * len(self.body)
@@ -192,9 +185,9 @@ class Composed:
         name, chunk = f"{m.name}.{grid.symbol}", self.chunks[m.name]
         u, size = unit.first_column // chunk, grid.code_bytes(m.rows * chunk)
         packed = tensors[f"{name}.codes"][u * size : u * size + grid.code_bytes(unit.weights)]
-        codes = unpack(packed[None], unit.weights, grid).view(m.rows, unit.columns)
-        s = from_log8(tensors[f"{name}.scale"][u, None], tensors[f"{name}.span"][u, None])[0]
-        return decode(codes, s, grid)
+        runs = unpacking.layout(m.rows, unit.columns, unit.columns, grid.symbol)
+        scale, span = (tensors[f"{name}.{part}"][u, None] for part in ("scale", "span"))
+        return unpacking.dequantize(packed, scale, span, runs, torch.float32)
 
     @torch.no_grad()
     def loss(self, bits: Sequence[float], windows: Tensor) -> float:

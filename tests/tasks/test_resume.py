@@ -1,5 +1,6 @@
 """Stages cut off in the middle and run again give the bytes of a run in one piece."""
 
+import itertools
 import shutil
 
 import pytest
@@ -37,6 +38,12 @@ def run(stage, fingerprint="x"):
     return out
 
 
+def run_before(stage):
+    """All earlier stages, their artifacts in place."""
+    for earlier in itertools.takewhile(lambda s: s != stage, STAGES):
+        shutil.copytree(run(earlier), store.path(earlier))
+
+
 @pytest.fixture
 def prepared(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -60,10 +67,7 @@ def protecting(monkeypatch, salient):
 ])  # fmt: skip
 def test_a_stage_cut_off_goes_on_to_the_same_bytes(prepared, monkeypatch, stage, at, salient):
     protecting(monkeypatch, salient)
-    for earlier in STAGES:
-        if earlier == stage:
-            break
-        shutil.copytree(run(earlier), store.path(earlier))
+    run_before(stage)
     whole = store.hash_tree(run(stage, "whole"))
     calls, computed = [], []
 
@@ -88,8 +92,7 @@ def test_a_stage_cut_off_goes_on_to_the_same_bytes(prepared, monkeypatch, stage,
 @pytest.mark.parametrize("salient", ["none", "weights", "columns"])
 def test_every_treatment_makes_other_weights_of_the_same_size(prepared, monkeypatch, salient):
     protecting(monkeypatch, salient)
-    for stage in ("calibrate", "sensitivity", "allocate"):
-        shutil.copytree(run(stage), store.path(stage))
+    run_before("quantize")
     made = {}
     for treatment in ("rounding", "feedback", "reconstruction"):
         config = QuantizeConfig(treatment, check_tokens=16, steps=4)
@@ -120,8 +123,7 @@ def test_table_plan_and_checkpoint_agree_on_salient_weights(prepared, monkeypatc
 
 
 def test_a_plan_for_another_model_is_refused(prepared):
-    for stage in ("calibrate", "sensitivity", "allocate"):
-        shutil.copytree(run(stage), store.path(stage))
+    run_before("quantize")
     file = store.path("allocate") / "lagrangian.parquet"
     plan = plans.load_plan(file)
     header = plan.header | {"target_bits": 16.0}
@@ -132,8 +134,7 @@ def test_a_plan_for_another_model_is_refused(prepared):
 
 
 def test_embeddings_at_a_width_of_none_are_refused(prepared):
-    for stage in ("calibrate", "sensitivity", "allocate"):
-        shutil.copytree(run(stage), store.path(stage))
+    run_before("quantize")
     file = store.path("allocate") / "lagrangian.parquet"
     columns, header = store.load_table(file)
     store.save_table(file, columns, header | {"embedding_bits": 3})
@@ -142,8 +143,7 @@ def test_embeddings_at_a_width_of_none_are_refused(prepared):
 
 
 def test_a_plan_for_other_weights_of_the_same_shapes_is_refused(prepared):
-    for stage in ("calibrate", "sensitivity", "allocate"):
-        shutil.copytree(run(stage), store.path(stage))
+    run_before("quantize")
     file = store.path("prepare") / "manifest.json"
     store.save_json(file, store.load_json(file) | {"model_hash": "another"})
     with pytest.raises(quantize.UserError, match="plan lagrangian is for another model"):
@@ -168,8 +168,7 @@ def test_experts_that_see_few_tokens_are_compared_like_all_others(prepared, monk
 )
 def test_the_size_dial_keeps_the_whole_file_below_it(prepared, monkeypatch, kilobytes, embedding_bits, salient):
     protecting(monkeypatch, salient)
-    for stage in ("calibrate", "sensitivity"):
-        shutil.copytree(run(stage), store.path(stage))
+    run_before("allocate")
     monkeypatch.setitem(STAGES, "allocate", (allocate.run, AllocateConfig(target_size=f"{kilobytes}KB",
                                                                                embedding_bits=embedding_bits)))  # fmt: skip
     shutil.copytree(run("allocate"), store.path("allocate"))
