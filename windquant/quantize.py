@@ -21,8 +21,9 @@ PARTS = {"codes": "U8", "scale": "U8", "span": "F16"}
 """The tensors of a packed matrix, and their dtypes in a safetensors header."""
 
 
-PIECE = 1 << 19
-"""Weights to work on at once: what is made on the way of them stays in the caches, and small beside a block."""
+PIECE = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Weights to work on at once, by kind of device. On a CPU what is made on the way of them stays in the caches, and below
+`memory.LARGE`, from where on every temporary tensor is a new piece of memory (benchmarks/LOG.md); small beside a block."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,9 @@ class PackedMatrix:
         return w
 
 
-def together(weights: int) -> int:
+def together(weights: int, device: torch.device) -> int:
     """How many units of so many weights to work on at once."""
-    return max(1, PIECE // weights)
+    return max(1, PIECE.get(device.type, PIECE["cuda"]) // weights)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def stacks(w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient
     pairs = list(zip(bits, columns_of(w.shape[1], chunk_size), strict=True))
     for b, columns in dict.fromkeys(pairs):
         places = torch.tensor([i for i, pair in enumerate(pairs) if pair == (b, columns)])
-        for members in places.split(together(len(w) * columns)):
+        for members in places.split(together(len(w) * columns, w.device)):
             slices = [slice(i * chunk_size, i * chunk_size + columns) for i in members.tolist()]
             own = None if free is None else torch.stack([free[:, c] for c in slices])
             units, moments = torch.stack([w[:, c] for c in slices]), torch.stack([H[c, c] for c in slices])

@@ -64,7 +64,8 @@ class Latent:
         if salient:
             values = w.clone(memory_format=torch.contiguous_format)
             salient.place_(values)
-            self.w, self.held = self._units(values).contiguous(), self._units(salient.mask())
+            self.w = self._units(values).contiguous()
+            self.held = [unit.flatten().nonzero()[:, 0] for unit in self._units(salient.mask())]
         s = torch.ones(*self.w.shape[:2], 1, device=w.device)
         for stack in stacks(w, H, bits, chunk_size, salient):
             if stack.grid.has_scale:
@@ -102,15 +103,19 @@ class Latent:
         return (self.w / torch.where(d > 0, d, float("inf"))).sub_(self.o)
 
     def codes(self, y: Tensor) -> Tensor:
-        return y.round().clamp_(torch.zeros_like(self.top), self.top)
+        c = y.round().clamp_min_(0)
+        return torch.minimum(c, self.top, out=c)
 
     def parts(self) -> Iterator[tuple[slice, "Latent"]]:
         """The matrix a few units at a time: their columns, and a latent that shares this one's memory."""
-        size = together(self.w[0].numel())
+        size = self._together()
         for start in range(0, len(self.widths), size):
             part = self.take(slice(start, start + size))
             first = start * self.width
             yield slice(first, first + sum(part.widths)), part
+
+    def _together(self) -> int:
+        return together(self.w[0].numel(), self.w.device)
 
     def take(self, places: slice | Tensor) -> "Latent":
         """Some units: of a slice in this one's memory, of places (n,) ascending copies."""
@@ -128,19 +133,21 @@ class Latent:
 
     def quantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Q(w), (rows, columns)."""
-        out = torch.empty(self.w.shape[1], sum(self.widths), dtype=dtype, device=self.w.device)
-        for columns, part in self.parts():
-            out[:, columns] = part._quantize()
-        return out
+        out = torch.empty(self.w.shape[1], len(self.widths) * self.width, dtype=dtype, device=self.w.device)
+        units = self._units(out)
+        for part, q in zip(self.parts(), units.split(self._together()), strict=True):
+            q.copy_(part[1]._quantize())
+        return out[:, : sum(self.widths)].contiguous()
 
     def _quantize(self) -> Tensor:
+        """(units, rows, columns of a unit)."""
         d = self.d()
         q = self.codes(self.y(d)).add_(self.o).mul_(d)
         if self.exact.any():
             q = torch.where(self.exact, self.w.half().float(), q)
-        if self.held is not None:
-            q = torch.where(self.held, self.w, q)
-        return q.transpose(0, 1).flatten(1)[:, : sum(self.widths)]
+        for values, w, places in zip(q, self.w, self.held or (), strict=False):
+            values.view(-1)[places] = w.view(-1)[places]
+        return q
 
     def learn_(self, gradient: Tensor, rate: float) -> None:
         """One step against the sign of the gradient of Q(w), (rows, columns). rate: as ReconstructConfig's."""
@@ -148,15 +155,18 @@ class Latent:
             part._learn_(gradient[:, columns], rate)
 
     def _learn_(self, gradient: Tensor, rate: float) -> None:
-        G, d = self._units(gradient.float()), self.d()
-        if self.held is not None:
-            G = G.masked_fill(self.held, 0)
+        d = self.d()
+        G = torch.empty_like(self.w).copy_(self._units(gradient))
+        for of_unit, places in zip(G, self.held or (), strict=False):
+            of_unit.view(-1)[places] = 0
         y = self.y(d)
-        inside = (y >= -0.5) & (y <= self.top + 0.5)
+        c, inside = self.codes(y), torch.empty_like(G)
+        for g, at, top, out in zip(G, y, self.top.flatten().tolist(), inside, strict=True):
+            torch.ops.aten.hardtanh_backward(g, at, -0.5, top + 0.5, grad_input=out)  # g where the grid reaches, or 0
         # LSQ's gradient of the scale: c + o - w / d inside the grid, its end outside.
-        of_scale = (G * (self.codes(y) + self.o - (y + self.o) * inside)).sum(-1, keepdim=True)
+        of_scale = _sum(c.mul_(G)) + self.o * (_sum(G) - _sum(inside)) - _sum(y.mul_(inside))
         self.log -= (rate * self.octaves * of_scale.sign()).squeeze(-1)
-        self.w.addcmul_((G * inside).sign_(), (self.move * d).where(~self.exact, 0.0), value=-rate)
+        self.w.addcmul_(inside.sign_(), (self.move * d).where(~self.exact, 0.0), value=-rate)
 
     def rounded(self) -> list[RoundedUnits]:
         """The units as they are stored, left to right."""
@@ -168,6 +178,10 @@ class Latent:
             else:
                 out.append(half_units(self.w[u, None, :, :width]))
         return out
+
+
+def _sum(t: Tensor) -> Tensor:
+    return t.sum(-1, keepdim=True)
 
 
 def _o(grid: Grid) -> float:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from windquant import quantize
 from windquant.quantize import pack_matrix
 from windquant.reconstruct import Latent, ReconstructConfig, reconstruct
 from windquant.salient import Protection, protect
@@ -175,7 +176,7 @@ def test_a_few_units_at_a_time_are_all_at_once_bit_for_bit(monkeypatch):
     """A narrower last unit, and one at 16 bits, among them."""
     found = []
     for piece in (1, 500, 1 << 20):
-        monkeypatch.setattr("windquant.quantize.PIECE", piece)
+        monkeypatch.setitem(quantize.PIECE, "cpu", piece)
         latent = Latent(*matrix(), MIXED, CHUNK)
         latent.learn_(torch.randn(12, 120, generator=torch.Generator().manual_seed(1)), 0.2)
         found.append(latent.quantize())
