@@ -4,6 +4,7 @@ Every way to protect has a distortion table and plans of its own, in whose budge
 of prepare, calibrate and sensitivity; rows that are finished survive a kill.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
 def _table(base: plans.Table, mode: Mode, share: float) -> plans.Table:
     walk = models.walk(store.path("prepare") / "model", torch.device("cpu"))
     protector, label = Protector(protection(mode, share)), f"distortions with {share:.1%} in INT8 ({mode})"
-    D, salient = sensitivity.distortions(walk, base.header["chunk_size"], protector, Memory(), label)
-    return plans.Table(base.body, D, base.B, base.header | {"salient": mode, "salient_share": share}, salient)
+    found = sensitivity.of_units(walk, base.header["chunk_size"], protector, Memory(), label)
+    header = base.header | {"salient": mode, "salient_share": share}
+    return replace(base, D=found["D"], header=header, salient=found["salient"].tolist())
 
 
 def _row(bench: Bench, table: plans.Table, target: float, seed: int) -> dict[str, Any]:

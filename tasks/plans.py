@@ -12,6 +12,7 @@ from torch import Tensor
 from tasks import store
 from tasks.errors import UserError
 from windquant import units
+from windquant.features import FEATURES
 from windquant.grids import GRIDS, WIDTHS
 from windquant.salient import Protection, protection, total_size
 from windquant.units import Matrix, Unit
@@ -40,13 +41,14 @@ PLAN_HEADER = _HEADER | {
 class Table:
     """The distortion table: D (units, widths) nats, B (units, widths) bytes; header: model_hash, chunk_size,
     other_bytes (all that is in the model file beside the body, by `allocate.embedding_bits`), salient and salient_share.
-    salient: how many weights of every unit are kept in INT8."""
+    salient: how many weights of every unit are kept in INT8. features: (units, len(FEATURES))."""
 
     body: list[Unit]
     D: Tensor
     B: Tensor
     header: dict[str, Any]
     salient: list[int]
+    features: Tensor
 
     @property
     def protection(self) -> Protection | None:
@@ -140,13 +142,16 @@ def save_distortions(file: Path, table: Table) -> None:
         for prefix, values in (("distortion", table.D), ("bytes", table.B))
         for j, b in enumerate(WIDTHS)
     }
-    store.save_table(file, unit_columns(table.body) | widths | {"salient": table.salient}, table.header)
+    features = {name: table.features[:, j].tolist() for j, name in enumerate(FEATURES)}
+    columns = unit_columns(table.body) | widths | {"salient": table.salient} | features
+    store.save_table(file, columns, table.header)
 
 
 def load_distortions(file: Path) -> Table:
     columns, header = store.load_table(file)
     _check(file, header, TABLE_HEADER)
-    if missing := sorted({f"{prefix}_{b:g}" for prefix in ("distortion", "bytes") for b in WIDTHS} - columns.keys()):
+    wanted = {f"{prefix}_{b:g}" for prefix in ("distortion", "bytes") for b in WIDTHS} | set(FEATURES)
+    if missing := sorted(wanted - columns.keys()):
         raise UserError(f"{file} lacks the column {missing[0]}; run `dvc repro sensitivity` again")
     body = _body(columns, header, file)
     D, B = (
@@ -155,7 +160,8 @@ def load_distortions(file: Path) -> Table:
     )
     if not torch.equal(B, units.sizes(body)):
         raise UserError(f"{file} counts bytes otherwise than this release; run `dvc repro sensitivity` again")
-    return Table(body, D, B, header, columns["salient"])
+    features = torch.tensor([columns[name] for name in FEATURES], dtype=torch.float64).T.contiguous()
+    return Table(body, D, B, header, columns["salient"], features)
 
 
 def save_plan(file: Path, plan: Plan, distortion: list[float]) -> None:

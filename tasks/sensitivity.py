@@ -15,6 +15,7 @@ from tasks.statistics import BlockStatistics, Protector
 from windquant import blocks, sensitivity, units
 from windquant.calibrate import Scratch
 from windquant.errors import about
+from windquant.features import features
 from windquant.grids import WIDTHS
 from windquant.sensitivity import SensitivityConfig
 
@@ -25,7 +26,8 @@ def run(config: SensitivityConfig, job: Job) -> Record:
     protector = Protector(config.protection)
     reach = reach_of(walk.model, config.chunk_size, protection=config.protection)
     body = units.cut(blocks.matrices(walk.model), reach.chunk_size)
-    D, salient = distortions(walk, reach.chunk_size, protector, job.scratch, "rounding every unit to every width")
+    found = of_units(walk, reach.chunk_size, protector, job.scratch, "rounding every unit to every width")
+    D = found["D"]
     header = {
         "model_hash": store.load_json(store.path("prepare") / "manifest.json")["model_hash"],
         "chunk_size": reach.chunk_size,
@@ -33,27 +35,30 @@ def run(config: SensitivityConfig, job: Job) -> Record:
         "salient": config.salient,
         "salient_share": config.salient_share,
     }
-    save_distortions(job.out / "table.parquet", Table(body, D, units.sizes(body), header, salient))
+    save_distortions(
+        job.out / "table.parquet", Table(body, D, units.sizes(body), header, found["salient"].tolist(), found["features"])
+    )
     totals = {f"distortion_all/{b:g}": float(D[:, j].sum()) for j, b in enumerate(WIDTHS)}
     return Record(params={"chunk_size": reach.chunk_size, "units": len(body)}, metrics=totals)
 
 
-def distortions(
+def of_units(
     walk: blocks.Walk, chunk_size: int, protector: Protector, scratch: Scratch, label: str
-) -> tuple[torch.Tensor, list[int]]:
-    """Of all units at all widths, (units, widths), and how many salient weights every unit holds."""
+) -> dict[str, torch.Tensor]:
+    """D: distortions of all units at all widths, (units, widths). salient: how many salient weights every unit holds.
+    features: (units, len(FEATURES))."""
     found, report = [], progress.bar(label)
     for i in range(len(walk)):
         if not scratch.has(f"block-{i}"):
             scratch.put(f"block-{i}", _block(walk, i, chunk_size, protector))
         found.append(scratch.get(f"block-{i}"))
         report(i + 1, len(walk))
-    return torch.cat([f["D"] for f in found]), torch.cat([f["salient"] for f in found]).tolist()
+    return {name: torch.cat([f[name] for f in found]) for name in found[0]}
 
 
 def _block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector) -> dict[str, torch.Tensor]:
     statistics = BlockStatistics(index)
-    tables, counts = [], []
+    tables, counts, seen = [], [], []
     with walk.block(index) as module:
         for name, linear in blocks.linears(module).items():
             with about(walk.path(index, name)):
@@ -61,4 +66,5 @@ def _block(walk: blocks.Walk, index: int, chunk_size: int, protector: Protector)
                 salient = protector(index, name, linear.weight)
                 tables.append(sensitivity.distortions(linear.weight, H, g, chunk_size, salient).cpu())
             counts += salient.counts(chunk_size) if salient else [0] * len(tables[-1])
-    return {"D": torch.cat(tables), "salient": torch.tensor(counts)}
+            seen.append(features(linear.weight.cpu(), statistics.scale(name), chunk_size))
+    return {"D": torch.cat(tables), "salient": torch.tensor(counts), "features": torch.cat(seen)}

@@ -30,42 +30,19 @@ from torch import Tensor
 
 from windquant.allocate import Problem
 from windquant.errors import InputError
+from windquant.features import FEATURES
 from windquant.grids import WIDTHS
-from windquant.units import Unit, columns_of
+from windquant.units import Unit
 
-STATIC = (
-    "log_mean", "log_variance", "sparsity", "outliers",
-    "log_activation", "log_peak", "log_distortion", "log_remaining",
-    "attention", "depth", "log_aspect",
-)  # fmt: skip
+STATIC = (*FEATURES, "log_distortion", "log_remaining", "attention", "depth", "log_aspect")
 CONTEXT = ("progress", "budget", "urgency", "spent")
 FILL = 0.995
 """Of the budget that every plan uses, where whole units admit it."""
 _TINY = 1e-12
 
 
-def statistics(w: Tensor, a: Tensor, chunk_size: int) -> Tensor:
-    """The first six static numbers of every unit of a matrix, (units, 6), float64. w: (rows, columns). a: (columns,)."""
-    out, start = [], 0
-    for width in columns_of(w.shape[1], chunk_size):
-        unit, scale = w[:, start : start + width].double(), a[start : start + width].double()
-        size = unit.abs()
-        mean, std = size.mean(), unit.std(correction=0)
-        out.append(torch.stack([
-            mean.clamp_min(_TINY).log10(),
-            std.square().clamp_min(_TINY).log10(),
-            (size < 0.1 * mean).double().mean(),
-            (size > 4 * std).double().mean(),
-            scale.mean().clamp_min(_TINY).log10(),
-            (scale.amax().clamp_min(_TINY) / scale.mean().clamp_min(_TINY)).log10(),
-        ]))  # fmt: skip
-        start += width
-    return torch.stack(out)
-
-
 def static_state(body: Sequence[Unit], D: Tensor, own: Tensor) -> Tensor:
-    """The static numbers of all units, (units, len(STATIC)), float64, not yet standardised. own: (units, 6), what
-    `statistics` gives."""
+    """The static numbers of all units, (units, len(STATIC)), float64, not yet standardised. own: what `features` gives."""
     two, three = (D[:, WIDTHS.index(b)].double().clamp_min(_TINY) for b in (2, 3))
     last = max(max(u.matrix.block for u in body), 1)
     attention = [float("attn" in u.matrix.name or "attention" in u.matrix.name) for u in body]

@@ -3,6 +3,7 @@ import torch
 
 from tasks import plans, store
 from tasks.errors import UserError
+from windquant.features import FEATURES
 from windquant.salient import Protection
 from windquant.units import Matrix, cut, sizes
 
@@ -45,13 +46,12 @@ def test_the_same_plan_is_the_same_file():
 
 
 def test_the_table_comes_back_as_it_was_saved():
-    table = plans.Table(
-        BODY, torch.rand(5, 7, dtype=torch.float64), sizes(BODY), HEADER | {"other_bytes": {"null": 100}}, [7, 0, 3, 0, 1]
-    )
+    D, features = torch.rand(5, 7, dtype=torch.float64), torch.rand(5, len(FEATURES), dtype=torch.float64)
+    table = plans.Table(BODY, D, sizes(BODY), HEADER | {"other_bytes": {"null": 100}}, [7, 0, 3, 0, 1], features)
     plans.save_distortions(store.Path("t.parquet"), table)
     found = plans.load_distortions(store.Path("t.parquet"))
     assert found.body == BODY and torch.equal(found.D, table.D) and torch.equal(found.B, table.B)
-    assert found.salient == table.salient
+    assert found.salient == table.salient and torch.equal(found.features, features)
 
 
 def test_a_width_that_does_not_exist_is_refused():
@@ -117,12 +117,13 @@ def test_a_damaged_header_is_refused_in_a_sentence(header):
         plans.load_plan(store.Path("plan.parquet"))
 
 
-def test_a_table_that_lacks_a_width_is_refused():
-    table = plans.Table(BODY, torch.rand(5, 7), sizes(BODY), HEADER | {"other_bytes": {}}, [0] * 5)
+@pytest.mark.parametrize("column", ["bytes_3", "distortion_1.58", "sparsity"])
+def test_a_table_that_lacks_a_column_is_refused(column):
+    table = plans.Table(BODY, torch.rand(5, 7), sizes(BODY), HEADER | {"other_bytes": {}}, [0] * 5, torch.rand(5, 6))
     plans.save_distortions(store.Path("t.parquet"), table)
     columns, header = store.load_table(store.Path("t.parquet"))
-    store.save_table(store.Path("t.parquet"), {k: v for k, v in columns.items() if k != "bytes_3"}, header)
-    with pytest.raises(UserError, match="lacks the column bytes_3"):
+    store.save_table(store.Path("t.parquet"), {k: v for k, v in columns.items() if k != column}, header)
+    with pytest.raises(UserError, match=f"lacks the column {column}"):
         plans.load_distortions(store.Path("t.parquet"))
 
 

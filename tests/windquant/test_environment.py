@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windquant.allocate import Problem
-from windquant.environment import CONTEXT, FILL, STATIC, Environment, Standard, static_state, statistics
+from windquant.environment import CONTEXT, FILL, STATIC, Environment, Standard, static_state
 from windquant.grids import WIDTHS
 from windquant.units import Matrix, cut, sizes
 
@@ -112,17 +112,6 @@ def test_the_context_counts_units_and_bytes():
     assert progress == pytest.approx(6 / len(BODY)) and spent == pytest.approx(1)
     assert budget == pytest.approx(left / int(rest[:, TWO].sum()))
     assert urgency == pytest.approx((left - int(rest.amin(1).sum())) / given.budget)
-
-
-def test_statistics_are_those_of_each_unit():
-    w, a = torch.randn(50, 40, dtype=torch.float64), torch.rand(40, dtype=torch.float64) + 0.5
-    w[3, 35] = 40.0
-    first, last = statistics(w, a, 32)
-    assert first[0] == pytest.approx(float(w[:, :32].abs().mean().log10()))
-    assert last[1] == pytest.approx(float(w[:, 32:].var(correction=0).log10()))
-    assert first[2] == pytest.approx(float((w[:, :32].abs() < 0.1 * w[:, :32].abs().mean()).double().mean()))
-    assert last[3] == pytest.approx(1 / 400)
-    assert last[5] == pytest.approx(float((a[32:].amax() / a[32:].mean()).log10()))
 
 
 def test_the_standardised_state_has_mean_0_and_deviation_1_or_does_not_vary():
