@@ -1,4 +1,4 @@
-"""Stage 6: reference and every checkpoint, benchmarked alike.
+"""Stage 7: reference and every checkpoint, benchmarked alike.
 
 Out: results.json, a row a model; completions.json, greedy continuations side by side.
 """

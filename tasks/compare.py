@@ -1,4 +1,4 @@
-"""Stage 7: one table and the plots people look at.
+"""Stage 8: one table and the plots people look at.
 
 Out: table.md, metrics.json (the plan's headline numbers), pareto.png, allocation.png, widths.png.
 """
@@ -28,8 +28,10 @@ class CompareConfig:
 
 
 COLUMNS = ("method", "effective bits", "model MB", "perplexity", "KL", "accuracy", "hours")
-MAKING = ("calibrate", "sensitivity", "allocate")
-"""Stages before `quantize` that a plan needs; the uniform one needs the first alone."""
+MAKING = ("calibrate", "sensitivity", "supernet", "allocate")
+"""Stages before `quantize` that a plan found on true losses needs; one from the distortion table needs the first two, the
+uniform one the first."""
+NEEDED = {"uniform": 1, "ppo": 4, "evolution": 4}
 
 
 def run(config: CompareConfig, job: Job) -> Record:
@@ -40,17 +42,20 @@ def run(config: CompareConfig, job: Job) -> Record:
     runs = {s: store.load_json(store.run_record(s)) for s in (*MAKING, "quantize")}
     rows = [_row(r, sizes, runs, manifest) for r in results["rows"]]
     best = min((r for r in rows if r["method"] in found), key=lambda r: r["perplexity"])
-    chosen = next((n for n in found if n != "uniform"), "uniform")
+    chosen = store.load_json(store.path("allocate") / "summary.json")["chosen"]
     text = _markdown(rows, results["facts"], store.load_json(store.path("benchmark") / "completions.json"))
     (job.out / "table.md").write_text(text)
     metrics = _headline(next(r for r in results["rows"] if r["method"] == chosen), sizes[chosen], found[chosen])
     store.save_json(job.out / "metrics.json", metrics)
     _pareto(rows, job.out / "pareto.png", config.dpi)
-    _heat_map(found[chosen], job.out / "allocation.png", config.dpi)
+    shown = [found[n] for n in dict.fromkeys((chosen, "lagrangian")) if n in found]
+    _heat_maps(shown, job.out / "allocation.png", config.dpi)
     _shares(found, job.out / "widths.png", config.dpi)
     log.info("\n%s", text.split("\n\n")[0])
+    log.info("lowest perplexity at this target: %s", best["method"])
     if best["method"] != chosen:
-        log.warning("%s has a lower perplexity than %s at this target", best["method"], chosen)
+        log.warning("%s loses to %s: perplexity %.2f, %.2f", chosen, best["method"],
+                    next(r["perplexity"] for r in rows if r["method"] == chosen), best["perplexity"])  # fmt: skip
     header = found[chosen].header
     params = results["facts"] | {k: header[k] for k in ("allocator", "chunk_size", "model_hash", "seed")}
     params |= {"method": chosen, "text_hash": manifest["text_hash"], "target_bits": round(header["target_bits"], 6)}
@@ -69,7 +74,7 @@ def run(config: CompareConfig, job: Job) -> Record:
 def _row(result: dict[str, Any], sizes: dict[str, Any], runs: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     name = result["method"]
     size = sizes.get(name)
-    stages = MAKING[:1] if name == "uniform" else MAKING
+    stages = MAKING[: NEEDED.get(name, 2)]
     seconds = sum(runs[s]["wall_seconds"] for s in stages) + runs["quantize"]["seconds"].get(name, 0)
     return {
         "method": name,
@@ -144,9 +149,31 @@ def _pareto(rows: Sequence[dict[str, Any]], file: Path, dpi: int) -> None:
     _save(figure, file, dpi)
 
 
-def _heat_map(plan: plans.Plan, file: Path, dpi: int) -> None:
-    """Mean bits of every matrix: block by kind."""
-    kinds = list(dict.fromkeys(u.matrix.kind for u in plan.body))
+def _heat_maps(found: Sequence[plans.Plan], file: Path, dpi: int) -> None:
+    """Mean bits of every matrix, block by kind: plans side by side, on one scale."""
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys(u.matrix.kind for u in found[0].body))
+    means = [_mean_bits(plan, kinds) for plan in found]
+    blocks = len(means[0])
+    figure = Figure(figsize=((2.5 + 0.75 * len(kinds)) * len(found), 1.5 + 0.24 * blocks), layout="constrained")
+    top = max(v for mean in means for row in mean for v in row if v == v)
+    for plan, mean, axes in zip(found, means, figure.subplots(1, len(found), squeeze=False)[0], strict=True):
+        image = axes.imshow(mean, aspect="auto", cmap="viridis", vmin=1, vmax=top)
+        for i, row in enumerate(mean):
+            for j, value in enumerate(row):
+                color = "white" if value < 0.5 * top else "black"
+                axes.text(j, i, f"{value:.1f}", ha="center", va="center", fontsize=7, color=color)
+        axes.set_xticks(range(len(kinds)), kinds, rotation=30, ha="right")
+        axes.set_yticks(range(0, blocks, max(1, blocks // 15)))
+        title = f"{plan.header['allocator']}, {plan.effective_bits:.3f} effective bits: mean bits a matrix"
+        axes.set(ylabel="block", title=title)
+    figure.colorbar(image, ax=figure.axes, label="bits")
+    _save(figure, file, dpi)
+
+
+def _mean_bits(plan: plans.Plan, kinds: list[str]) -> list[list[float]]:
+    """(blocks, kinds); NaN where a block has no matrix of a kind."""
     blocks = sorted({u.matrix.block for u in plan.body})
     total = [[0.0] * len(kinds) for _ in blocks]
     weights = [[0] * len(kinds) for _ in blocks]
@@ -154,19 +181,7 @@ def _heat_map(plan: plans.Plan, file: Path, dpi: int) -> None:
         i, j = blocks.index(u.matrix.block), kinds.index(u.matrix.kind)
         total[i][j] += b * u.weights
         weights[i][j] += u.weights
-    mean = [[t / n if n else float("nan") for t, n in zip(*row, strict=True)] for row in zip(total, weights, strict=True)]
-    figure, axes = _figure(2.5 + 0.75 * len(kinds), 1.5 + 0.24 * len(blocks))
-    image = axes.imshow(mean, aspect="auto", cmap="viridis")
-    for i, row in enumerate(mean):
-        for j, value in enumerate(row):
-            axes.text(j, i, f"{value:.1f}", ha="center", va="center", fontsize=7, color="white" if value < 3.5 else "black")
-    axes.set_xticks(range(len(kinds)), kinds, rotation=30, ha="right")
-    axes.set_yticks(range(0, len(blocks), max(1, len(blocks) // 15)))
-    axes.set(
-        ylabel="block", title=f"{plan.header['allocator']}, {plan.effective_bits:.3f} effective bits: mean bits a matrix"
-    )
-    figure.colorbar(image, label="bits")
-    _save(figure, file, dpi)
+    return [[t / n if n else float("nan") for t, n in zip(*row, strict=True)] for row in zip(total, weights, strict=True)]
 
 
 def _shares(found: dict[str, plans.Plan], file: Path, dpi: int) -> None:

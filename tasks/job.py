@@ -40,13 +40,14 @@ class Job:
 
 @dataclass
 class Record:
-    """What MLflow is told. tables: name -> columns. files: logged as artifacts. children: runs nested in this one.
-    extra: goes into artifacts/runs/<stage>.json beside the usage."""
+    """What MLflow is told. tables: name -> columns. curves: name -> a metric's values, step by step. files: logged as
+    artifacts. children: runs nested in this one. extra: goes into artifacts/runs/<stage>.json beside the usage."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     tables: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    curves: dict[str, list[float]] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     children: dict[str, "Record"] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Stage 5: every plan applied, packed into a checkpoint, loaded back and compared.
+"""Stage 6: every plan applied, packed into a checkpoint, loaded back and compared.
 
 Out: <plan>/ a checkpoint folder a plan, with its card README.md (and bf16/, the same model unpacked, when asked for);
 bytes.json their bytes counted from the files.

@@ -8,7 +8,7 @@ from torch import nn
 
 from tasks.errors import UserError
 from windquant import blocks, checkpoint, embeddings, units
-from windquant.allocate import AllocateConfig, parse_size
+from windquant.allocate import Target, parse_size
 from windquant.errors import InputError
 from windquant.salient import Protection, total_size
 
@@ -40,7 +40,7 @@ class Reach:
             f"the rest)"
         )
 
-    def target_bits(self, config: AllocateConfig) -> float:
+    def target_bits(self, config: Target) -> float:
         """The effective bits that the dial asks for. Raises UserError when they are out of reach."""
         if config.target_size is None:
             bits, dial = config.target_bits, f"allocate.target_bits {config.target_bits:g}"

@@ -10,7 +10,6 @@ from pydantic.dataclasses import dataclass as validated
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from tasks.allocate import AllocateConfig
 from tasks.benchmark import BenchmarkConfig
 from tasks.calibrate import CalibrateConfig
 from tasks.compare import CompareConfig
@@ -18,13 +17,16 @@ from tasks.config import Common, resolve
 from tasks.errors import UserError, first_line
 from tasks.prepare import PrepareConfig
 from tasks.quantize import QuantizeConfig
+from tasks.searching import AllocateConfig
 from tasks.sensitivity import SensitivityConfig
+from tasks.supernet import SupernetConfig
 
 SECTIONS: dict[str, type] = {
     "common": Common,
     "prepare": PrepareConfig,
     "calibrate": CalibrateConfig,
     "sensitivity": SensitivityConfig,
+    "supernet": SupernetConfig,
     "allocate": AllocateConfig,
     "quantize": QuantizeConfig,
     "benchmark": BenchmarkConfig,
@@ -40,6 +42,7 @@ class Params:
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     sensitivity: SensitivityConfig = field(default_factory=SensitivityConfig)
+    supernet: SupernetConfig = field(default_factory=SupernetConfig)
     allocate: AllocateConfig = field(default_factory=AllocateConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)

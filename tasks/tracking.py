@@ -138,6 +138,8 @@ def _write(api: "MlflowClient", run_id: str, record: Record) -> None:
     now = int(time.time() * 1000)
     # A NaN or Inf metric breaks MLflow's run page.
     metrics = [Metric(k, float(v), now, 0) for k, v in record.metrics.items() if math.isfinite(v)]
+    steps = ((k, v, i) for k, values in record.curves.items() for i, v in enumerate(values))
+    metrics += [Metric(k, float(v), now, i) for k, v, i in steps if math.isfinite(v)]
     params = [Param(k, str(v)[:6000]) for k, v in record.params.items()]
     tags = [RunTag(k, v) for k, v in record.tags.items()]
     for i in range(0, max(len(metrics), len(params), len(tags)), 100):

@@ -38,7 +38,9 @@ def clone(folder: Path) -> Path:
     (folder / "data/sources/text.jsonl").write_text("".join(rows))
     change(folder, prepare={"model": "path:data/sources/model", "text": "path:data/sources/text.jsonl", "window": 32,
                             "eval_window": 64, "eval_stride": 32, "calibration_windows": 8},
-           sensitivity={"chunk_size": 40}, allocate={"target_bits": 2.75, "embedding_bits": 8},
+           sensitivity={"chunk_size": 40}, supernet={"steps": 4, "tokens": 16},
+           allocate={"target_bits": 2.75, "embedding_bits": 8, "allocator": "ppo", "windows": 2, "episodes": 6, "batch": 3,
+                     "losses": 2, "curriculum": [3.0]},
            quantize={"export_dequantized": True},
            benchmark={"windows": 4, "limit": 4, "completions": 2, "completion_tokens": 4})  # fmt: skip
     return folder
@@ -67,7 +69,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = clone(tmp_path_factory.mktemp("project"))
     done = run(folder, "flows.run")
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("MLflow UI", "Prefect UI", "| reference", "| uniform", "| lagrangian"):
+    for name in ("MLflow UI", "Prefect UI", "| reference", "| uniform", "| lagrangian", "| ppo"):
         assert name in done.stdout
     return folder
 
@@ -82,7 +84,7 @@ def test_every_stage_left_its_artifacts_and_the_plan_keeps_its_budget(project, m
 
 
 def test_a_checkpoint_has_its_card_its_tokenizer_and_its_dense_copy(project):
-    folder = project / "artifacts/quantize/lagrangian"
+    folder = project / "artifacts/quantize/ppo"
     assert "base model" in (folder / "README.md").read_text()
     assert (folder / "tokenizer.json").exists() and (folder / "bf16/model.safetensors").exists()
 
@@ -93,7 +95,7 @@ def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkey
 
     api, experiment = tracking.client()
     runs = {r.info.run_name: r for r in api.search_runs([experiment])}
-    parent = runs["pipeline lagrangian 2.75"]
+    parent = runs["pipeline ppo 2.75"]
     assert parent.info.status == "FINISHED"
     assert {"effective_bits", "target_bits", "model_bytes", "perplexity", "kl_to_reference", "acc/last_word", "acc_mean",
             "gpu_hours", "cpu_hours", "wall_seconds", "peak_rss_gib", "bits_share/2", "bytes/codes"} <= parent.data.metrics.keys()  # fmt: skip
@@ -105,7 +107,7 @@ def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkey
 def test_a_second_run_does_no_work_and_says_so(project):
     before = {s: (project / store.run_record(s)).read_text() for s in STAGES}
     done = run(project, "flows.run")
-    assert done.returncode == 0 and "nothing changed: all 7 stages are up to date" in done.stdout + done.stderr
+    assert done.returncode == 0 and "nothing changed: all 8 stages are up to date" in done.stdout + done.stderr
     assert before == {s: (project / store.run_record(s)).read_text() for s in STAGES}
 
 
@@ -127,7 +129,7 @@ def test_two_clones_give_the_same_plan_hash_for_hash(project, tmp_path):
     other = clone(tmp_path)
     done = run(other, "dvc", "repro", "allocate")
     assert done.returncode == 0, done.stdout + done.stderr
-    for stage in ("prepare", "calibrate", "sensitivity", "allocate"):
+    for stage in ("prepare", "calibrate", "sensitivity", "supernet", "allocate"):
         assert store.hash_tree(other / store.path(stage)) == store.hash_tree(project / store.path(stage)), stage
 
 
@@ -135,7 +137,7 @@ def test_ctrl_c_on_a_terminal_ends_the_run_and_leaves_everything(project):
     """The signal goes to every process of the terminal's foreground group at once."""
     before = store.hash_tree(project / "artifacts/quantize")
     original = (project / "params.yaml").read_text()
-    change(project, allocate={"target_bits": 3.5})
+    change(project, allocate={"target_bits": 2.9})
     command = [sys.executable, "-m", "flows.run"]
     flow = subprocess.Popen(command, cwd=project, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             text=True, start_new_session=True)  # fmt: skip

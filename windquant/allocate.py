@@ -19,20 +19,17 @@ from windquant.grids import WIDTHS
 
 
 @dataclass(frozen=True)
-class AllocateConfig:
+class Target:
     """target_bits: effective bits of the body, every stored byte counted. target_size: bytes of the whole model file
-    (`80MB`, `76MiB`); when given it takes the place of target_bits. allocator: a name in ALLOCATORS. embedding_bits: 8 or
-    4 packs the embedding and the head as well, None leaves them at 16; target_size counts them either way.
+    (`80MB`, `76MiB`); when given it takes the place of target_bits. embedding_bits: 8 or 4 packs the embedding and the head
+    as well, None leaves them at 16; target_size counts them either way.
     """
 
     target_bits: float = 2.25
     target_size: str | None = None
-    allocator: str = "lagrangian"
     embedding_bits: Literal[4, 8] | None = None
 
     def __post_init__(self) -> None:
-        if self.allocator not in ALLOCATORS:
-            raise InputError(f"allocator '{self.allocator}' is unknown; choose one of {', '.join(ALLOCATORS)}")
         if not 0 < self.target_bits <= 16.5:
             raise InputError(f"target_bits {self.target_bits:g} is not a number of bits between 0 and 16.5")
         if self.target_size is not None:

@@ -76,19 +76,20 @@ class Environment(gym.vector.VectorEnv):
     """`episodes` plans made side by side. static: (units, len(STATIC)), standardised. price: p. loss: finished choices
     (episodes, units) -> their true losses in nats, (episodes,); None: no episode reward.
 
-    Step reward, in units of the mean distortion of a unit in the lagrangian plan at p: -(D + p (B - B at 2 bits)), feasible
-    bits saved or spent at their price. Episode reward: -quality x loss, in the same units. An episode ends with the last
+    Step reward, in units of the mean distortion of a unit in the lagrangian plan at p: -(mu D + p (B - B at 2 bits)),
+    feasible bits saved or spent at their price, less what the best width would have brought, which says nothing of a policy
+    but spares it the differences between units. Episode reward: -mu loss, in the same units. An episode ends with the last
     unit; `info["mask"]` says which actions the next step admits, `info["choice"]` of finished ones what was chosen.
     """
 
     def __init__(
-        self, problem: Problem, static: Tensor, episodes: int, price: float, quality: float = 1.0,
+        self, problem: Problem, static: Tensor, episodes: int, price: float, mu: float = 1.0,
         loss: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         units = len(problem.B)
         if static.shape != (units, len(STATIC)):
             raise InputError(f"the state of {units} units has the shape {tuple(static.shape)}, not {(units, len(STATIC))}")
-        self.problem, self.static, self.price, self.quality, self.loss = problem, static, price, quality, loss
+        self.problem, self.static, self.price, self.mu, self.loss = problem, static, price, mu, loss
         self.num_envs = episodes
         self.single_observation_space = gym.spaces.Box(-float("inf"), float("inf"), (len(STATIC) + len(CONTEXT),))
         self.single_action_space = gym.spaces.Discrete(len(WIDTHS))
@@ -97,10 +98,10 @@ class Environment(gym.vector.VectorEnv):
         self.B = problem.B.long()
         self.two = self.B[:, WIDTHS.index(2)]
         self.floor, self.ceiling, self.rest = (_from_here(t) for t in (self.B.amin(1), self.B.amax(1), self.two))
-        priced = problem.D.double() + price * (self.B - self.two[:, None])
+        priced = mu * problem.D.double() + price * (self.B - self.two[:, None])
         best = (problem.D.double() + price * self.B).argmin(1, keepdim=True)
         self.unit = float(problem.D.double().gather(1, best).mean().clamp_min(_TINY))
-        self.rewards = -(priced / self.unit)
+        self.rewards = (priced.amin(1, keepdim=True) - priced) / self.unit
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -124,7 +125,7 @@ class Environment(gym.vector.VectorEnv):
             info["choice"] = self.choice.numpy()
             if self.loss is not None:
                 info["loss"] = self.loss(self.choice).numpy()
-                reward = reward - self.quality * torch.as_tensor(info["loss"]) / self.unit
+                reward = reward - self.mu * torch.as_tensor(info["loss"]) / self.unit
         else:
             self.admitted = self._mask()
             info["mask"] = self.admitted.numpy()

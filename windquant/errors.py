@@ -8,6 +8,13 @@ class InputError(ValueError):
     """A model, text, table or setting cannot be used; the message is one sentence for the person who gave it."""
 
 
+def above_zero(config: object, *names: str) -> None:
+    """Raises InputError unless these fields of a config are."""
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise InputError(f"{name} {getattr(config, name):g} is not above 0")
+
+
 @contextmanager
 def about(what: str) -> Iterator[None]:
     """An InputError raised inside begins with what it is about."""

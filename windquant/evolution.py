@@ -22,7 +22,7 @@ IN_VAIN = 100
 def evolution(
     problem: Problem, loss: Counted, evaluations: int, offspring: int, generator: torch.Generator, report: Report
 ) -> Tensor:
-    """The best plan found with so many true losses, (units,)."""
+    """The best plan found with so many true losses besides that of the plan it starts from, (units,)."""
     parent = lagrangian(problem, generator)
     best, start, in_vain = float(loss(parent[None])), len(loss.known), 0
     while (left := evaluations - (len(loss.known) - start)) > 0 and in_vain < IN_VAIN:

@@ -4,8 +4,9 @@ Ours because the policy is: it starts as the lagrangian allocator, softened by a
 
     logits = -e^k (e^h D + p B) / (tau unit) + g
 
-h, k and g (one a width) come from a network of the state whose last layer starts at zero: h says that distortions count for
-more or less here, k how sure to be, g what widths to like whatever the table says. So the warm start needs no cloning.
+k, h and g (one a width) come from a network of the state whose last layer starts at zero: h says that distortions at a
+width count for more or less here, k how sure to be, g what widths to like whatever the table says. So the warm start needs
+no cloning.
 
 Notation: T steps of E episodes side by side; r rewards; V values; A advantages; R returns; pi probabilities.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windquant.errors import InputError
+from windquant.errors import InputError, above_zero
 from windquant.grids import WIDTHS
 
 
@@ -27,20 +28,18 @@ class PPOConfig:
     temperature: tau."""
 
     epochs: int = 3
-    lr: float = 5e-4
+    lr: float = 2e-3
     clip: float = 0.2
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: float = 0.0
+    lam: float = 0.0
     entropy: float = 1e-3
     value: float = 0.5
     minibatch: int = 1024
     target_kl: float = 0.1
-    temperature: float = 0.15
+    temperature: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "lr", "clip", "minibatch", "target_kl", "temperature"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} {getattr(self, name):g} is not above 0")
+        above_zero(self, "epochs", "lr", "clip", "minibatch", "target_kl", "temperature")
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} {getattr(self, name):g} is not between 0 and 1")
@@ -53,13 +52,23 @@ class Policy(nn.Module):
     def __init__(self, states: int, temperature: float, hidden: int = 64) -> None:
         super().__init__()
         self.temperature = temperature
-        self.actor, self.critic = _mlp(states, hidden, 2 + len(WIDTHS)), _mlp(states, hidden, 1)
+        self.actor, self.critic = _mlp(states, hidden, 1 + 2 * len(WIDTHS)), _mlp(states, hidden, 1)
 
     def forward(self, state: Tensor, table: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        h, k, g = self.actor(state).split((1, 1, len(WIDTHS)), -1)
+        k, h, g = self._split(state)
         D, pB = table.unbind(1)
         logits = g - k.exp() * (h.exp() * D + pB) / self.temperature
         return logits.masked_fill(~mask, float("-inf")), self.critic(state).squeeze(-1)
+
+    def distortions(self, state: Tensor, D: Tensor) -> Tensor:
+        """(n, widths), not below 0: the distortions of which, priced with p B, these logits are the softmax. D: in units of
+        a mean distortion."""
+        k, h, g = (t.to(D.dtype) for t in self._split(state))
+        own = h.exp() * D - self.temperature * (-k).exp() * g
+        return own - own.amin(-1, keepdim=True)
+
+    def _split(self, state: Tensor) -> tuple[Tensor, ...]:
+        return self.actor(state).split((1, len(WIDTHS), len(WIDTHS)), -1)
 
 
 def _mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:

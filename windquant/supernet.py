@@ -3,8 +3,8 @@
 A search needs the true loss of hundreds of plans, and of plans as the engine will leave them: unit-wise rounding is 1.6 nats
 from that and ranks plans otherwise. So every width of every unit has weights and scales of its own, learned as `reconstruct`
 does, but in every step under a plan drawn at random; a unit learns at the width it was drawn at. Calibration activations run
-through blocks composed at random, too, a fresh plan for every few windows. Plans are drawn broadly, from about 1.3 to 3.5
-bits on average and from alike units to mixed ones: plans unlike those drawn would look worse than they are.
+through blocks composed at random, too, a fresh plan for every few windows. What plans are drawn, `Neighbourhood` says: those
+that a search may ask for. Plans unlike them look worse than they are.
 
 Eight bits are rounded to nearest, sixteen are the weights themselves. What is stored of a block is every matrix packed at
 every width but 16, about 20 bits a weight; `Composed` cuts a plan's units out of it.
@@ -32,13 +32,31 @@ STORED = tuple(b for b in WIDTHS if b < 16)
 LEARNED = tuple(b for b in WIDTHS if b < 8)
 
 
-def draw(units: int, generator: torch.Generator) -> list[float]:
-    """A plan at random: a mean place among LEARNED, units spread around it by a draw's own spread, one in twenty at 8."""
-    middle = 0.5 + 2.8 * float(torch.rand((), generator=generator))
-    spread = 1.5 * float(torch.rand((), generator=generator))
-    places = (middle + spread * torch.randn(units, generator=generator)).round().clamp(0, len(LEARNED) - 1).long()
-    wide = torch.rand(units, generator=generator) < 0.05
-    return [8.0 if w else LEARNED[p] for p, w in zip(places.tolist(), wide.tolist(), strict=True)]
+@dataclass(frozen=True)
+class Neighbourhood:
+    """Plans drawn around the lagrangian ones between two prices: of a table that is wrong by `groups` (standard deviation of
+    its logarithm, whole groups psi at a time) and by `units` (each by itself).
+
+    D, B: as in `allocate`. psi: (units, groups). block: of every unit, (units,). prices: nats a byte, lowest and highest.
+    """
+
+    D: Tensor
+    B: Tensor
+    psi: Tensor
+    block: Tensor
+    prices: tuple[float, float]
+    groups: float = 0.4
+    units: float = 0.4
+
+    def __call__(self, index: int, generator: torch.Generator) -> list[float]:
+        """Widths of a block's units."""
+        own = self.block == index
+        psi, D, B = self.psi[own], self.D[own].double(), self.B[own].double()
+        wrong = self.groups * psi @ torch.randn(psi.shape[1], generator=generator, dtype=torch.float64)
+        wrong += self.units * torch.randn(len(psi), generator=generator, dtype=torch.float64)
+        low, high = self.prices
+        p = low * (high / low) ** float(torch.rand((), generator=generator))
+        return [min(WIDTHS[c], STORED[-1]) for c in (D * wrong.exp()[:, None] + p * B).argmin(1).tolist()]
 
 
 class Mixture:
@@ -79,9 +97,13 @@ class Mixture:
         return {b: pack_matrix(latent.rounded(), self.chunk_size, self.salient)[0] for b, latent in self.latents.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Supernet(Engine):
     """An `Engine` whose `plan` is not one but all. `run` yields every block's matrices at every width, as `tensors` of
-    `<matrix>.<letter>.<part>`; salient weights, the same at all widths, are of the narrowest."""
+    `<matrix>.<letter>.<part>`; salient weights, the same at all widths, are of the narrowest. draw: a block's index -> the
+    widths of its units in a plan at random."""
+
+    draw: Callable[[int, torch.Generator], Sequence[float]]
 
     def keep(self, index: int, packed: Any) -> None:
         tensors = {}
@@ -108,7 +130,7 @@ class Supernet(Engine):
             def batches() -> Iterator[tuple[Tensor, Tensor]]:
                 assert self.config is not None
                 for batch in self._batches(q, target, self.config.batch, generator):
-                    _pick(mixtures, generator)
+                    self._pick(index, mixtures, generator)
                     yield batch
 
             with compute(self.walk.device):
@@ -121,17 +143,16 @@ class Supernet(Engine):
     def _composed(
         self, index: int, block: nn.Module, q: Tensor, mixtures: dict[str, Mixture], generator: torch.Generator
     ) -> Tensor:
-        _pick(mixtures, generator)
+        self._pick(index, mixtures, generator)
         for name, layer in linears(block).items():
             layer.weight = nn.Parameter(mixtures[name].quantize(), requires_grad=False)
         return self._forward(index, block, q, "the quantized model's")
 
-
-def _pick(mixtures: dict[str, Mixture], generator: torch.Generator) -> None:
-    """One plan for all matrices of a block: they are drawn together, so that blocks are now narrow and now wide."""
-    bits = iter(draw(sum(m.units for m in mixtures.values()), generator))
-    for m in mixtures.values():
-        m.pick([next(bits) for _ in range(m.units)])
+    def _pick(self, index: int, mixtures: dict[str, Mixture], generator: torch.Generator) -> None:
+        """One plan for all matrices of a block: they are drawn together, so that blocks are now narrow and now wide."""
+        bits = iter(self.draw(index, generator))
+        for m in mixtures.values():
+            m.pick([next(bits) for _ in range(m.units)])
 
 
 @dataclass
@@ -190,13 +211,21 @@ class Composed:
         return unpacking.dequantize(packed, scale, span, runs, torch.float32)
 
     @torch.no_grad()
-    def loss(self, bits: Sequence[float], windows: Tensor) -> float:
-        """Mean negative log-likelihood of windows (n, T) under a plan, nats a token."""
-        self.set(bits)
-        device, total = next(self.model.parameters()).device, 0.0
+    def log_probabilities(self, windows: Tensor) -> Iterator[Tensor]:
+        """Of every next token of windows (n, T), under the plan set: (some windows, T - 1, vocabulary), float32."""
+        device = next(self.model.parameters()).device
         for part in windows.split(FORWARD_WINDOWS):
-            ids = part.to(device)
             with compute(device):
-                logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
-            total += float(F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+                logits = self.model(input_ids=part.to(device), use_cache=False).logits[:, :-1]
+            yield logits.float().log_softmax(-1)
+
+    @torch.no_grad()
+    def divergence(self, bits: Sequence[float], windows: Tensor, reference: Sequence[Tensor]) -> float:
+        """Mean KL(reference || this model under a plan), nats a token. reference: what `log_probabilities` of the windows
+        gave, before any plan was set."""
+        self.set(bits)
+        total = 0.0
+        for logp, kept in zip(self.log_probabilities(windows), reference, strict=True):
+            expected = kept.to(logp)
+            total += float(F.kl_div(logp, expected, reduction="sum", log_target=True))
         return total / (windows.shape[0] * (windows.shape[1] - 1))

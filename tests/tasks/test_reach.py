@@ -7,7 +7,7 @@ from tasks.models import skeleton
 from tasks.reach import other_bytes_by_bits, reach
 from tests.conftest import tiny_config
 from windquant import blocks
-from windquant.allocate import AllocateConfig
+from windquant.allocate import Target
 from windquant.salient import Protection, total_size
 from windquant.units import cut
 
@@ -22,13 +22,13 @@ def test_bits_out_of_reach_name_the_range(dial, bits):
     with pytest.raises(
         UserError, match=rf"target_bits {bits:g} is out of reach for this model: target_bits can be 1\.27 to 16,"
     ):
-        dial.target_bits(AllocateConfig(target_bits=bits))
+        dial.target_bits(Target(target_bits=bits))
 
 
 def test_a_size_becomes_bits(dial):
     """The whole file: embeddings, norms and header come off first."""
     size = dial.other_bytes + dial.body_weights * 2.5 / 8
-    assert dial.target_bits(AllocateConfig(target_size=f"{size}B")) == pytest.approx(2.5, abs=1e-3)
+    assert dial.target_bits(Target(target_size=f"{size}B")) == pytest.approx(2.5, abs=1e-3)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -62,7 +62,7 @@ def test_salient_weights_lift_what_can_be_reached(dial, mode):
 
 def test_a_size_below_the_embeddings_is_refused(dial):
     with pytest.raises(UserError, match="target_size 10KB is out of reach for this model.*of it embeddings"):
-        dial.target_bits(AllocateConfig(target_size="10KB"))
+        dial.target_bits(Target(target_size="10KB"))
 
 
 class Windows:

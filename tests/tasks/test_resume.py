@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks import allocate, calibrate, plans, progress, quantize, sensitivity, store
-from tasks.allocate import AllocateConfig
+from tasks import allocate, calibrate, plans, progress, quantize, sensitivity, store, supernet
 from tasks.calibrate import CalibrateConfig
 from tasks.config import Common
 from tasks.job import Job
 from tasks.quantize import QuantizeConfig
+from tasks.searching import AllocateConfig
+from tasks.supernet import SupernetConfig
 from tests.conftest import architecture
 from windquant import checkpoint
 from windquant.sensitivity import SensitivityConfig
@@ -20,7 +21,8 @@ from windquant.sensitivity import SensitivityConfig
 STAGES = {
     "calibrate": (calibrate.run, CalibrateConfig()),
     "sensitivity": (sensitivity.run, SensitivityConfig(chunk_size=32)),
-    "allocate": (allocate.run, AllocateConfig(target_bits=2.75)),
+    "supernet": (supernet.run, SupernetConfig(steps=0)),
+    "allocate": (allocate.run, AllocateConfig(target_bits=2.75, allocator="lagrangian")),
     "quantize": (quantize.run, QuantizeConfig(check_tokens=16, steps=4)),
 }
 
@@ -49,7 +51,7 @@ def prepared(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_folder, store.path("prepare") / "model")
     ids = torch.arange(120, dtype=torch.int32).view(4, 30)
-    for split in ("calibration", "validation"):
+    for split in ("calibration", "validation", "train"):
         store.save_tensors(store.path("prepare") / "windows" / f"{split}.safetensors", {"ids": ids})
     manifest = {"model": "path:model", "model_hash": "0", "text": "path:text", "text_hash": "1"}
     store.save_json(store.path("prepare") / "manifest.json", manifest)
@@ -169,7 +171,7 @@ def test_experts_that_see_few_tokens_are_compared_like_all_others(prepared, monk
 def test_the_size_dial_keeps_the_whole_file_below_it(prepared, monkeypatch, kilobytes, embedding_bits, salient):
     protecting(monkeypatch, salient)
     run_before("allocate")
-    monkeypatch.setitem(STAGES, "allocate", (allocate.run, AllocateConfig(target_size=f"{kilobytes}KB",
+    monkeypatch.setitem(STAGES, "allocate", (allocate.run, AllocateConfig(allocator="lagrangian", target_size=f"{kilobytes}KB",
                                                                                embedding_bits=embedding_bits)))  # fmt: skip
     shutil.copytree(run("allocate"), store.path("allocate"))
     size = (run("quantize") / "lagrangian" / "model.safetensors").stat().st_size

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windquant.allocate import ALLOCATORS, AllocateConfig, Problem, parse_size
+from windquant.allocate import ALLOCATORS, Problem, parse_size
 from windquant.grids import WIDTHS
 from windquant.units import Matrix, cut, sizes
 
@@ -115,8 +115,3 @@ def test_sizes_are_read(text, size):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="target_size"):
         parse_size(text)
-
-
-def test_an_unknown_allocator_is_refused_by_name():
-    with pytest.raises(ValueError, match="allocator 'greedy' is unknown; choose one of uniform"):
-        AllocateConfig(allocator="greedy")

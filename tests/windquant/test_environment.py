@@ -84,11 +84,17 @@ def test_step_rewards_add_up_to_the_priced_distortion_of_the_plan():
         assert float(-rewards[:, e].sum() * env.unit) == pytest.approx(given.distortion(choice) + 1e-3 * beyond)
 
 
+def test_the_multiplier_of_quality_weighs_distortions_against_bits():
+    given = problem()
+    once, twice = environment(given), environment(given, mu=2.0)
+    torch.testing.assert_close((once.rewards - twice.rewards) * once.unit, given.D.double())
+
+
 def test_an_episode_ends_with_its_true_loss():
     given = problem()
     losses = torch.tensor([0.5, 2.0])
-    with_loss, _ = play(env := environment(given, loss=lambda choices: losses, quality=3.0), at_random(3))
-    without, _ = play(environment(given), at_random(3))
+    with_loss, _ = play(env := environment(given, loss=lambda choices: losses, mu=3.0), at_random(3))
+    without, _ = play(environment(given, mu=3.0), at_random(3))
     assert torch.allclose((without - with_loss)[-1] * env.unit, 3.0 * losses.double())
     assert torch.equal(without[:-1], with_loss[:-1])
 

@@ -141,7 +141,7 @@ def ours(steps):
     """The mean return of the policy after so many steps of the walk."""
     torch.manual_seed(0)
     generator, env = torch.Generator().manual_seed(0), Walk()
-    policy, config = Policy(15, 1.0), PPOConfig(lr=3e-3, minibatch=64, epochs=10)
+    policy, config = Policy(15, 1.0), PPOConfig(lr=3e-3, gamma=1.0, lam=0.95, minibatch=64, epochs=10)
     optimizer = torch.optim.Adam(policy.parameters(), config.lr)
 
     def play(episodes, draw):

@@ -1,0 +1,239 @@
+"""Allocators that ask for true losses: PPO with its curriculum, and evolution, on plans composed of the supernet's units.
+
+A plan's true loss is the KL divergence of the composed model from the reference, nats a token, on training text: it varies
+far less from text to text than the negative log-likelihood. The best plans are confirmed on other training text, the plan
+each search started from among them.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tasks import interrupts, models, plans, progress, store
+from tasks.config import by_effort
+from tasks.errors import UserError
+from tasks.job import Job, Record
+from windquant.allocate import ALLOCATORS, Problem, Target, lagrangian
+from windquant.correction import features
+from windquant.engine import compute_fast
+from windquant.environment import CONTEXT, STATIC, Standard, static_state
+from windquant.errors import InputError, above_zero
+from windquant.evolution import evolution
+from windquant.grids import WIDTHS
+from windquant.ppo import Policy, PPOConfig
+from windquant.search import Counted, Search, SearchConfig, key
+from windquant.supernet import Composed
+
+log = logging.getLogger("windquant")
+SEARCHES = ("ppo", "evolution")
+POLICY = {"version": 1, "static": list(STATIC), "context": list(CONTEXT)}
+"""What a policy's file says of the state it was learned on."""
+
+
+@dataclass(frozen=True)
+class AllocateConfig(Target, SearchConfig, PPOConfig):
+    """Of `Target`, and of the searches (`SearchConfig`, `PPOConfig`). allocator: a name of `allocate.ALLOCATORS`, or `ppo`
+    or `evolution`, which need a supernet. curriculum: targets that PPO learns before its own. policy: a saved one to start
+    from, of another target or another model. windows: of training text that true losses are measured on. finalists: plans to
+    confirm on as many others. epsilon: nats of degradation that the multiplier of quality is steered by."""
+
+    allocator: str = "ppo"
+    curriculum: list[float] = field(default_factory=lambda: [3.0, 2.5])
+    policy: str | None = None
+    windows: int | None = by_effort(demo=8, full=64)
+    finalists: int = 4
+    epsilon: float = 1.0
+
+    def __post_init__(self) -> None:
+        for part in (Target, SearchConfig, PPOConfig):
+            part.__post_init__(self)
+        names = (*ALLOCATORS, *SEARCHES)
+        if self.allocator not in names:
+            raise InputError(f"allocator '{self.allocator}' is unknown; choose one of {', '.join(names)}")
+        above_zero(self, "finalists", "epsilon", *["windows"] * (self.windows is not None))
+        for bits in self.curriculum:
+            if not 0 < bits <= 16.5:
+                raise InputError(f"curriculum holds {bits:g}, which is not a number of bits between 0 and 16.5")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan and what it took. loss, confirmed: KL to the reference, nats a token, on the search's and on other text."""
+
+    choice: Tensor
+    loss: float
+    confirmed: float
+    evaluations: int
+    seconds: float
+
+
+class Searching:
+    """What searches share: the problem's table, states and features, and true losses, none asked for twice, kept in the
+    scratch store."""
+
+    def __init__(self, config: AllocateConfig, table: plans.Table, target: float, job: Job, record: Record) -> None:
+        self.config, self.table, self.target, self.job, self.record = config, table, target, job, record
+        manifest = store.load_json(store.path("supernet") / "manifest.json")
+        self._check(manifest)
+        raw = static_state(table.body, table.D, table.features)
+        self.standard = Standard.of(raw)
+        self.static, self.f = self.standard(raw), features(table.body, config.depths)
+        self.loss, self.other = self._losses()
+
+    def _check(self, manifest: dict[str, float]) -> None:
+        if not manifest["steps"]:
+            raise UserError(
+                f"allocate.allocator '{self.config.allocator}' needs true losses, and supernet.steps is 0; give it steps, "
+                f"or choose one of {', '.join(ALLOCATORS)}"
+            )
+        low, high = manifest["lowest_bits"], manifest["highest_bits"]
+        for bits in (self.target, *self.curriculum):
+            if not low <= bits <= high:
+                raise UserError(
+                    f"{bits:.4g} bits lie outside what the supernet was learned for, {low:g} to {high:g}; widen "
+                    f"supernet.lowest_bits and highest_bits, or change allocate's target or curriculum"
+                )
+
+    @property
+    def curriculum(self) -> list[float]:
+        return self.config.curriculum if self.config.allocator == "ppo" else []
+
+    def problem(self, target: float) -> Problem:
+        return Problem(self.table.D, self.table.B, self.table.budget(target))
+
+    def ppo(self) -> Found:
+        """Stage after stage of the curriculum, each from the policy of the one before."""
+        began, start = time.monotonic(), self._start()
+        for target in (*self.curriculum, self.target):
+            search = self._learn(target, start)
+            start = search.policy
+        self._save(search.policy)
+        found = self._confirm(search.loss, search.first)
+        return replace(found, evaluations=len(search.loss.known), seconds=time.monotonic() - began)
+
+    def _learn(self, target: float, start: Policy | None) -> Search:
+        config, label = self.config, f"search-{target:g}"
+        search = Search(self.problem(target), self.static, self.f, self.loss, config, config, self.job.common.seed, start,
+                        config.epsilon)  # fmt: skip
+        if self.job.scratch.has(label):
+            search.load(self.job.scratch.get(label))
+        curves: dict[str, list[float]] = {}
+        if self.job.scratch.has_json(label):
+            curves = self.job.scratch.get_json(label)
+        report = progress.bar(f"PPO at {target:g} bits")
+        while search.episodes < config.episodes:
+            for name, value in search.rollout().items():
+                curves.setdefault(name, []).append(value)
+            self.job.scratch.put_json(label, curves)
+            self.job.scratch.put(label, search.state())
+            last = {name: values[-1] for name, values in curves.items()}
+            log.info(
+                "%g bits, episode %d: best loss %.4f, policy's %.4f; %.2f %% of the budget, mu %.2f, entropy %.3f, KL %.3f, "
+                "clipped %.2f, explained %.2f",
+                target, last["episodes"], last["best_loss"], last["policy_loss"], 100 * last["budget_used"], last["mu"],
+                last["entropy"], last["kl"], last["clip_fraction"], last["explained_variance"],
+            )  # fmt: skip
+            report(search.episodes, config.episodes)
+        self.record.children[f"ppo {target:g}"] = Record(
+            params={"target_bits": target, "allocator": "ppo"}, curves=curves, tags={"allocator": "ppo"}
+        )
+        return search
+
+    def evolution(self, evaluations: int) -> Found:
+        began, problem = time.monotonic(), self.problem(self.target)
+        counted = Counted(self.loss)
+        report = progress.bar("evolution")
+        evolution(problem, counted, evaluations - 1, self.config.losses, self.job.generator(), report)
+        first = lagrangian(problem, self.job.generator())
+        return replace(self._confirm(counted, first), evaluations=len(counted.known), seconds=time.monotonic() - began)
+
+    def _confirm(self, losses: Counted, first: Tensor) -> Found:
+        """The best of the finalists and of what the search started from, on text that it has not seen."""
+        choices = torch.cat([losses.best(self.config.finalists)[0], first[None]])
+        confirmed = self.other(choices)
+        best = int(confirmed.argmin())
+        if best == len(choices) - 1:
+            log.warning("on other text no plan of the search beats the one it started from, which is taken")
+        return Found(choices[best], float(losses(choices[best, None])), float(confirmed[best]), 0, 0.0)
+
+    def score(self, choices: Tensor) -> list[Found]:
+        """Of plans (n, units) that were made without true losses."""
+        found = zip(choices, self.loss(choices).tolist(), self.other(choices).tolist(), strict=True)
+        return [Found(choice, loss, other, 0, 0.0) for choice, loss, other in found]
+
+    def _losses(self) -> tuple[Counted, Counted]:
+        """On the search's text, and on other text."""
+        folder, device = store.path("prepare"), self.job.device
+        model = models.reference(folder / "model", device)
+        if compute_fast(device):
+            model = model.bfloat16()
+        ids = store.load_tensors(folder / "windows" / "train.safetensors")["ids"].long()
+        wanted = self.config.windows or 1
+        if len(ids) < 2 * wanted:
+            raise UserError(
+                f"allocate.windows {wanted} asks for {2 * wanted} windows of training text, half of them to confirm plans "
+                f"on, and there are {len(ids)}; lower it, or bring more text"
+            )
+        picked = ids[torch.randperm(len(ids), generator=self.job.generator())[: 2 * wanted]].split(wanted)
+        net = Composed(model, self.table.body, _units)
+        references = [[logp.to(model.dtype) for logp in net.log_probabilities(w)] for w in picked]
+        made = zip(("losses", "losses-other"), picked, references, strict=True)
+        first, second = (self._kept(name, net, windows, reference) for name, windows, reference in made)
+        return first, second
+
+    def _kept(self, name: str, net: Composed, windows: Tensor, reference: list[Tensor]) -> Counted:
+        """Losses that survive an interruption."""
+
+        def measure(choices: Tensor) -> Tensor:
+            found = []
+            for choice in choices:
+                interrupts.check()
+                found.append(net.divergence([WIDTHS[c] for c in choice.tolist()], windows, reference))
+                counted.known[key(choice)] = found[-1]
+                self.job.scratch.put(name, counted.state())
+            return torch.tensor(found, dtype=torch.float64)
+
+        counted = Counted(measure)
+        if self.job.scratch.has(name):
+            counted.load(self.job.scratch.get(name))
+        return counted
+
+    def _save(self, policy: Policy) -> None:
+        tensors = {f"policy.{name}": t for name, t in policy.state_dict().items()}
+        tensors |= {"standard.mean": self.standard.mean, "standard.std": self.standard.std}
+        store.save_tensors(self.job.out / "policy.safetensors", tensors)
+        store.save_json(self.job.out / "policy.json", POLICY | {"temperature": self.config.temperature})
+
+    def _start(self) -> Policy | None:
+        """The policy that params name; its states are standardised as they were when it learned."""
+        if self.config.policy is None:
+            return None
+        policy, self.standard = load_policy(Path(self.config.policy))
+        self.static = self.standard(static_state(self.table.body, self.table.D, self.table.features))
+        return policy
+
+
+def load_policy(file: Path) -> tuple[Policy, Standard]:
+    """A policy.safetensors with its policy.json beside it. Raises UserError when it knows other states than this release."""
+    said = store.load_json(file.with_suffix(".json"))
+    if (theirs := {name: said.get(name) for name in POLICY}) != POLICY:
+        raise UserError(
+            f"{file} was learned on states of version {theirs['version']}, this release's have version "
+            f"{POLICY['version']}; learn it again, or set allocate.policy to null"
+        )
+    tensors = store.load_tensors(file)
+    policy = Policy(len(STATIC) + len(CONTEXT), said["temperature"])
+    policy.load_state_dict({n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")})
+    return policy, Standard(tensors["standard.mean"], tensors["standard.std"])
+
+
+def _units(block: int) -> dict[str, Tensor]:
+    """Of the supernet, mapped from its file."""
+    file = store.path("supernet") / f"block-{block}.safetensors"
+    with safe_open(file, "pt") as f:
+        return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118

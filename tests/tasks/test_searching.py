@@ -1,0 +1,144 @@
+"""The allocate stage with true losses, on plans composed of a tiny supernet."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tasks import allocate, plans, progress, searching, store, supernet
+from tasks.errors import UserError
+from tasks.searching import AllocateConfig
+from tasks.supernet import SupernetConfig
+from tests.tasks.test_resume import STAGES, Cut, prepared, run, run_before  # noqa: F401
+
+CONFIG = AllocateConfig(target_bits=2.75, windows=1, episodes=6, batch=3, losses=2, curriculum=[3.0], finalists=2, explore=2.0)
+
+
+@pytest.fixture
+def ready(prepared, monkeypatch):  # noqa: F811
+    """Everything before `allocate`, with a supernet of a few steps."""
+    monkeypatch.setitem(STAGES, "supernet", (supernet.run, SupernetConfig(steps=3, tokens=20)))
+    run_before("allocate")
+
+
+def allocated(monkeypatch, fingerprint="x", **changes):
+    monkeypatch.setitem(STAGES, "allocate", (allocate.run, replace(CONFIG, **changes)))
+    return run("allocate", fingerprint)
+
+
+def compared(out):
+    columns = store.load_json(out / "summary.json")["compared"]
+    return {name: {c: columns[c][i] for c in columns} for i, name in enumerate(columns["allocator"])}
+
+
+def test_all_allocators_are_compared_at_equal_bits_and_the_searches_at_equal_losses(ready, monkeypatch):
+    rows = compared(allocated(monkeypatch))
+    assert list(rows) == ["uniform", "random", "sensitivity-rank", "lagrangian", "ppo", "evolution"]
+    assert all(0.97 < r["budget_used"] <= 1 for r in rows.values()), rows
+    assert rows["ppo"]["evaluations"] == rows["evolution"]["evaluations"] > 1
+    assert rows["lagrangian"]["evaluations"] == 0
+
+
+def test_no_search_ends_above_what_it_started_from_on_the_text_that_confirms(ready, monkeypatch):
+    rows = compared(allocated(monkeypatch))
+    assert all(rows[name]["kl_other_text"] <= rows["lagrangian"]["kl_other_text"] for name in ("ppo", "evolution"))
+
+
+def test_the_plan_asked_for_the_one_to_beat_and_the_uniform_one_are_written(ready, monkeypatch):
+    for name in ("ppo", "evolution"):
+        out = allocated(monkeypatch, name, allocator=name)
+        assert {f.name for f in out.glob("*.parquet")} == {f"{name}.parquet", "lagrangian.parquet", "uniform.parquet"}
+        plan = plans.load_plan(out / f"{name}.parquet")
+        assert plan.header["allocator"] == name and 0.98 * 2.75 < plan.effective_bits <= 2.75
+        assert store.load_json(out / "summary.json")["chosen"] == name
+
+
+def test_a_search_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
+    whole = store.hash_tree(allocated(monkeypatch, "whole"))
+    bar = progress.bar
+    for at in (1, 3, 5):
+        calls = []
+
+        def cutting(label, calls=calls, at=at):
+            def report(done, total):
+                calls.append(done)
+                if len(calls) == at:
+                    raise Cut
+
+            return report
+
+        monkeypatch.setattr(progress, "bar", cutting)
+        with pytest.raises(Cut):
+            allocated(monkeypatch, f"cut {at}")
+        monkeypatch.setattr(progress, "bar", bar)
+        assert store.hash_tree(allocated(monkeypatch, f"cut {at}")) == whole
+
+
+def test_every_target_of_the_curriculum_has_its_own_curves(ready, monkeypatch):
+    records = []
+    monkeypatch.setitem(STAGES, "allocate", (lambda c, job: records.append(allocate.run(c, job)), CONFIG))
+    run("allocate")
+    children = records[0].children
+    assert list(children) == ["ppo 3", "ppo 2.75"]
+    for child in children.values():
+        assert child.curves["episodes"] == [3, 6]
+        assert {"policy_loss", "mu", "entropy", "kl", "clip_fraction", "explained_variance"} <= child.curves.keys()
+
+
+def test_a_saved_policy_is_where_another_search_starts(ready, monkeypatch):
+    shutil.copytree(allocated(monkeypatch, "first"), "saved")
+    policy, standard = searching.load_policy(store.Path("saved/policy.safetensors"))
+    begun = []
+    search = searching.Search
+    monkeypatch.setattr(searching, "Search", lambda *args: (begun.append(args), search(*args))[1])
+    allocated(monkeypatch, "second", policy="saved/policy.safetensors", curriculum=[])
+    start = begun[0][7]
+    assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), start.parameters(), strict=True))
+    assert torch.equal(
+        store.load_tensors(store.state("allocate") / "out" / "policy.safetensors")["standard.mean"], standard.mean
+    )
+
+
+def test_a_policy_of_other_states_is_refused(ready, monkeypatch):
+    shutil.copytree(allocated(monkeypatch, "first"), "saved")
+    said = store.load_json(store.Path("saved/policy.json"))
+    store.save_json(store.Path("saved/policy.json"), said | {"version": 0})
+    with pytest.raises(UserError, match="was learned on states of version 0, this release's have version 1"):
+        allocated(monkeypatch, "second", policy="saved/policy.safetensors")
+
+
+def test_without_a_supernet_searches_are_refused(prepared, monkeypatch):  # noqa: F811
+    run_before("allocate")
+    with pytest.raises(UserError, match=r"'ppo' needs true losses, and supernet\.steps is 0"):
+        allocated(monkeypatch)
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"target_bits": 5.0}, "5 bits lie outside what the supernet was learned for, 1.9 to 3.1"),
+    ({"curriculum": [8.0]}, "8 bits lie outside"),
+    ({"windows": 3}, "asks for 6 windows of training text, half of them to confirm plans on, and there are 4"),
+])  # fmt: skip
+def test_what_a_search_cannot_do_is_said_in_a_sentence(ready, monkeypatch, changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        allocated(monkeypatch, **changes)
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    ({"allocator": "greedy"}, "allocator 'greedy' is unknown; choose one of uniform, random, sensitivity-rank, lagrangian, ppo"),
+    ({"finalists": 0}, "finalists 0 is not above 0"), ({"windows": 0}, "windows 0 is not above 0"),
+    ({"curriculum": [3.0, 0.0]}, "curriculum holds 0"), ({"lr": 0.0}, "lr 0 is not above 0"),
+    ({"episodes": 0}, "episodes 0 is not above 0"), ({"target_bits": 20.0}, "target_bits 20 is not"),
+])  # fmt: skip
+def test_settings_out_of_range_are_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        AllocateConfig(**given)
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    ({"steps": -1}, "steps -1 is negative"), ({"batch": 0}, "batch 0 is not at least 1"), ({"units": -0.1}, "units -0.1 is"),
+    ({"lowest_bits": 3.0, "highest_bits": 2.0}, "lowest_bits 3 and highest_bits 2 are not two targets"),
+])  # fmt: skip
+def test_supernets_out_of_range_are_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        SupernetConfig(**given)
