@@ -1,7 +1,7 @@
 """`python -m benchmarks <name> [--seeds N] [--json FILE]`: run a benchmark and print its table.
 
-Names are the modules beside this one: `bits`, `allocation`, `engine`, `salient`, `decode`, `scale`. FILE receives
-{"meta": ..., "rows": [...]}.
+Names are the modules beside this one: `bits`, `allocation`, `search-cost`, `engine`, `salient`, `decode`, `scale`. FILE
+receives {"meta": ..., "rows": [...]}.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from tasks.errors import UserError
 
-NAMES = ("bits", "allocation", "engine", "salient", "decode", "scale")
+NAMES = ("bits", "allocation", "search-cost", "engine", "salient", "decode", "scale")
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("windquant").setLevel(logging.INFO)  # progress, on stderr: the table is stdout's
     try:
-        rows, notes = importlib.import_module(f"benchmarks.{arguments.name}").run(arguments.seeds)
+        rows, notes = importlib.import_module(f"benchmarks.{arguments.name.replace('-', '_')}").run(arguments.seeds)
     except UserError as e:
         print(e, file=sys.stderr)
         return 2

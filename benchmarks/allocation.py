@@ -1,76 +1,118 @@
-"""Allocators at equal effective bits: every plan rounded to nearest on fitted scales, perplexity of held-out articles.
+"""Allocators at equal effective bits: perplexity of held-out articles, plan by plan, after each treatment.
 
-Uses the artifacts of prepare, calibrate and sensitivity. `uniform` spends the whole budget evenly; `uniform-2` is one
-width everywhere, which leaves some of the budget unused.
+`rounding` to nearest on fitted scales, the engine's `feedback` and `reconstruction`. Searches start anew for every seed,
+which the engine takes, too; what does not depend on a seed is made once. `uniform` spends the whole budget evenly;
+`uniform-2` is one width everywhere, which leaves some of the budget unused. Uses the artifacts of prepare to supernet; rows
+that are finished survive a kill.
 """
 
+import shutil
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.dense import Dense
-from tasks import plans, progress, store
+from benchmarks.engine import ALL_TWO, Bench
+from tasks import plans, store
+from tasks.job import Job, Record
+from tasks.searching import Searching
 from tasks.settings import load as load_params
-from tasks.statistics import BlockStatistics, Protector
 from windquant import units
-from windquant.allocate import ALLOCATORS, Problem
-from windquant.grids import WIDTHS
-from windquant.quantize import quantize_matrix
+
+TARGETS = (2.25, 2.0)
+TREATMENTS = ("rounding", "feedback", "reconstruction")
+SEARCHES = ("ppo", "evolution")
+WAYS = ("uniform", "random", "sensitivity-rank", "lagrangian", *SEARCHES)
 
 
 def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
+    bench = Bench("allocation")
+    rows = [_kept(bench, "uniform-2", ALL_TWO, "rounding", 0)]
+    for target in TARGETS:
+        for treatment in TREATMENTS:
+            for allocator in WAYS:
+                again = allocator in ("random", *SEARCHES) or (treatment == "reconstruction" and allocator == "lagrangian")
+                if allocator in ("random", "sensitivity-rank") and treatment != "rounding":
+                    continue
+                rows += [_kept(bench, allocator, target, treatment, seed) for seed in range(seeds if again else 1)]
+    return rows, _notes(rows)
+
+
+def _kept(bench: Bench, allocator: str, target: float, treatment: str, seed: int) -> dict[str, Any]:
+    key = f"{allocator}-{target:g}-{treatment}-{seed}"
+    if not bench.kept.has_json(key):
+        bench.kept.put_json(key, _row(bench, allocator, target, treatment, seed))
+    return bench.kept.get_json(key)
+
+
+def _row(bench: Bench, allocator: str, target: float, treatment: str, seed: int) -> dict[str, Any]:
+    choice, evaluations = _choice(bench, allocator, target, seed)
+    plan = bench.table.plan(choice)
+    began = time.monotonic()
+    bench.ours(plan, treatment, seed)
+    seconds = time.monotonic() - began
+    found = bench.dense.score(f"{allocator} {target:g} {treatment} {seed}")
+    return {
+        "allocator": allocator,
+        "target": target,
+        "treatment": treatment,
+        "seed": seed,
+        "effective_bits": units.effective_bits(plan.size, units.weights_in(plan.body)),
+        "predicted_nats": float(bench.table.D.gather(1, choice[:, None]).sum()),
+        "evaluations": evaluations,
+        "nll": found.nll,
+        "perplexity": found.perplexity,
+        "seconds": seconds,
+    }
+
+
+def _choice(bench: Bench, allocator: str, target: float, seed: int) -> tuple[Tensor, int]:
+    """A plan, and the true losses that it took. Searches are kept, so that no treatment searches again."""
+    table = bench.table
+    if allocator not in SEARCHES:
+        return bench.choice(allocator.removesuffix("-2"), target, seed), 0
+    key = f"plan-{allocator}-{target:g}-{seed}"
+    if not bench.kept.has(key):
+        for name, found in _search(table, target, seed).items():
+            bench.kept.put(f"plan-{name}-{target:g}-{seed}", found)
+    kept = bench.kept.get(key)
+    return kept["choice"].long(), int(kept["evaluations"])
+
+
+def _search(table: plans.Table, target: float, seed: int) -> dict[str, dict[str, Tensor]]:
+    """PPO, and evolution with as many true losses."""
     params = load_params()
-    table = plans.load_distortions(store.path("sensitivity") / "table.parquet")
-    target = params.allocate.target_bits
-    problem = Problem(table.D, table.B, table.budget(target))
-    bench = Bench(table, problem, Dense(params.benchmark.windows or 0))
-    rows = [bench.row("reference", None, 0, target)]
-    for name, allocator in ALLOCATORS.items():
-        for seed in range(seeds if name == "random" else 1):
-            choice = allocator(problem, torch.Generator().manual_seed(seed))
-            rows.append(bench.row(name, choice, seed, target))
-    two = torch.full((len(table.body),), WIDTHS.index(2))
-    rows.append(bench.row("uniform-2", two, 0, target))
-    by = {r["allocator"]: r["perplexity"] for r in rows}
-    return rows, [
-        f"{name} / lagrangian: {by[name] / by['lagrangian']:.1f}x perplexity"
-        for name in ("uniform", "uniform-2", "sensitivity-rank")
-    ]
+    name = f"benchmark-search-{target:g}-{seed}"
+    out = store.state(name) / "out"
+    out.mkdir(parents=True, exist_ok=True)
+    fingerprint = store.hash_tree(store.path("supernet")) + repr(params.allocate)
+    job = Job("allocate", replace(params.common, seed=seed), out, store.Scratch(name, fingerprint))
+    config = replace(params.allocate, allocator="ppo", target_bits=target, target_size=None)
+    searching = Searching(config, table, target, job, Record())
+    ppo = searching.ppo()
+    found = {"ppo": ppo, "evolution": searching.evolution(ppo.evaluations)}
+    shutil.rmtree(out)
+    return {
+        name: {"choice": f.choice.to(torch.uint8), "evaluations": torch.tensor(f.evaluations)} for name, f in found.items()
+    }
 
 
-class Bench:
-    def __init__(self, table: plans.Table, problem: Problem, dense: Dense) -> None:
-        self.table, self.problem, self.dense = table, problem, dense
-
-    def row(self, allocator: str, choice: Tensor | None, seed: int, target: float) -> dict[str, Any]:
-        began = time.monotonic()
-        size = predicted = None
-        if choice is not None:
-            plan = self.table.plan(choice)
-            predicted, size = self.problem.distortion(choice), plan.size
-            round_to_nearest(self.dense, plan)
-        found = self.dense.score(allocator)
-        return {
-            "allocator": allocator,
-            "target": target,
-            "effective_bits": 16.0 if size is None else units.effective_bits(size, units.weights_in(self.table.body)),
-            "predicted_nats": predicted,
-            "nll": found.nll,
-            "perplexity": found.perplexity,
-            "seed": seed,
-            "seconds": time.monotonic() - began,
-        }
-
-
-def round_to_nearest(dense: Dense, plan: plans.Plan) -> None:
-    """Every matrix of the reference, with its moments as `calibrate` took them."""
-    statistics, protector, report = BlockStatistics(0), Protector(plan.protection), progress.bar("rounding")
-    for i, (name, w) in enumerate(dense.original.items()):
-        block, inner = dense.inside(name)
-        if statistics.block != block:
-            statistics = BlockStatistics(block)
-        chunk, salient = plan.header["chunk_size"], protector(block, inner, w)
-        dense.set(name, quantize_matrix(w, statistics.moment(inner), plan.of(name), chunk, salient)[1])
-        report(i + 1, len(dense.original))
+def _notes(rows: list[dict[str, Any]]) -> list[str]:
+    notes = []
+    for target in TARGETS:
+        for treatment in TREATMENTS:
+            by = {
+                name: [r["perplexity"] for r in rows
+                       if (r["allocator"], r["target"], r["treatment"]) == (name, target, treatment)]
+                for name in WAYS
+            }  # fmt: skip
+            base = sum(by["lagrangian"]) / len(by["lagrangian"])
+            for name, found in by.items():
+                if found and name != "lagrangian":
+                    mean, worst = sum(found) / len(found) / base, max(found) / base
+                    notes.append(
+                        f"{target:g} bits, {treatment}: {name} / lagrangian {mean:.3f}x perplexity, at worst {worst:.3f}x"
+                    )
+    return notes

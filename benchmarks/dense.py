@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tasks import models, progress, store
+from tasks import models, plans, progress, store
+from tasks.statistics import BlockStatistics, Protector
 from windquant import blocks
 from windquant.evaluate import Scores, score
 from windquant.grids import GRIDS, decode, encode, start_scale
+from windquant.quantize import quantize_matrix
 from windquant.sensitivity import split
 
 
@@ -48,3 +50,15 @@ def on_starting_scales(w: Tensor, bits: Sequence[float], chunk: int) -> Tensor:
         s = start_scale(unit, GRIDS[b])
         parts.append(decode(encode(unit, s, GRIDS[b]), s, GRIDS[b]))
     return torch.cat(parts, 1)
+
+
+def round_to_nearest(dense: Dense, plan: plans.Plan) -> None:
+    """Every matrix of the reference, with its moments as `calibrate` took them."""
+    statistics, protector, report = BlockStatistics(0), Protector(plan.protection), progress.bar("rounding")
+    for i, (name, w) in enumerate(dense.original.items()):
+        block, inner = dense.inside(name)
+        if statistics.block != block:
+            statistics = BlockStatistics(block)
+        chunk, salient = plan.header["chunk_size"], protector(block, inner, w)
+        dense.set(name, quantize_matrix(w, statistics.moment(inner), plan.of(name), chunk, salient)[1])
+        report(i + 1, len(dense.original))

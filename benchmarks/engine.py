@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.allocation import round_to_nearest
-from benchmarks.dense import Dense, on_starting_scales
+from benchmarks.dense import Dense, on_starting_scales, round_to_nearest
 from tasks import models, plans, progress, store
 from tasks.errors import UserError
 from tasks.settings import load as load_params
@@ -102,7 +101,7 @@ class Bench:
         elif allocator == "reference":
             bits = target
         else:
-            bits = self.ours(self._plan(allocator, target), treatment, seed)
+            bits = self.ours(self.table.plan(self.choice(allocator, target, 0)), treatment, seed)
         seconds = time.monotonic() - began
         found = self.dense.score(label)
         return {
@@ -117,10 +116,10 @@ class Bench:
             "seconds": seconds,
         }
 
-    def _plan(self, allocator: str, target: float) -> plans.Plan:
+    def choice(self, allocator: str, target: float, seed: int) -> Tensor:
         table = self.table
         budget = int(table.B[:, WIDTHS.index(2)].sum()) if target == ALL_TWO else table.budget(target)
-        return table.plan(ALLOCATORS[allocator](Problem(table.D, table.B, budget), torch.Generator().manual_seed(0)))
+        return ALLOCATORS[allocator](Problem(table.D, table.B, budget), torch.Generator().manual_seed(seed))
 
     def ours(self, plan: plans.Plan, treatment: str, seed: int) -> float:
         if treatment == "starting-scales":

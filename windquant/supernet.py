@@ -23,7 +23,7 @@ from windquant.blocks import linears
 from windquant.engine import FORWARD_WINDOWS, Engine, compute
 from windquant.errors import InputError, about
 from windquant.grids import GRIDS, WIDTHS
-from windquant.quantize import PARTS, PackedMatrix, pack_matrix
+from windquant.quantize import PARTS, PackedMatrix, pack_matrix, quantize_matrix
 from windquant.reconstruct import Latent, reconstruct
 from windquant.salient import SALIENT_PARTS, Salient
 from windquant.units import Unit, columns_of
@@ -57,6 +57,23 @@ class Neighbourhood:
         low, high = self.prices
         p = low * (high / low) ** float(torch.rand((), generator=generator))
         return [min(WIDTHS[c], STORED[-1]) for c in (D * wrong.exp()[:, None] + p * B).argmin(1).tolist()]
+
+
+def tensors_of(packed: dict[str, dict[float, PackedMatrix]]) -> dict[str, Tensor]:
+    """Of matrices at every width, by path and width, as `<path>.<letter>.<part>`; salient weights, the same at all widths,
+    once, with the narrowest."""
+    tensors = {}
+    for name, widths in packed.items():
+        for b, matrix in widths.items():
+            parts = PARTS if b != STORED[0] else PARTS | SALIENT_PARTS
+            tensors |= {f"{name}.{GRIDS[b].symbol}.{p}": t for p, t in matrix.tensors().items() if p in parts}
+    return tensors
+
+
+def rounded(w: Tensor, H: Tensor, chunk_size: int, salient: Salient | None) -> dict[float, PackedMatrix]:
+    """A matrix (rows, columns) at every width, all its units rounded to nearest under moments H."""
+    units = len(columns_of(w.shape[1], chunk_size))
+    return {b: quantize_matrix(w, H, [b] * units, chunk_size, salient)[0] for b in STORED}
 
 
 class Mixture:
@@ -99,19 +116,13 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class Supernet(Engine):
-    """An `Engine` whose `plan` is not one but all. `run` yields every block's matrices at every width, as `tensors` of
-    `<matrix>.<letter>.<part>`; salient weights, the same at all widths, are of the narrowest. draw: a block's index -> the
-    widths of its units in a plan at random."""
+    """An `Engine` whose `plan` is not one but all. `run` yields every block's matrices at every width, as `tensors_of` them.
+    draw: a block's index -> the widths of its units in a plan at random."""
 
     draw: Callable[[int, torch.Generator], Sequence[float]]
 
     def keep(self, index: int, packed: Any) -> None:
-        tensors = {}
-        for name, widths in packed.items():
-            for b, matrix in widths.items():
-                parts = PARTS if b != STORED[0] else PARTS | SALIENT_PARTS
-                tensors |= {f"{name}.{GRIDS[b].symbol}.{p}": t for p, t in matrix.tensors().items() if p in parts}
-        self.scratch.put(f"{self.name}-{index}", tensors)
+        self.scratch.put(f"{self.name}-{index}", tensors_of(packed))
 
     def kept(self, index: int) -> Any:
         return self.scratch.get(f"{self.name}-{index}")

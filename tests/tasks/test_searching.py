@@ -6,13 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasks import allocate, plans, progress, searching, store, supernet
+from tasks import allocate, models, packed, plans, progress, quantize, searching, store, supernet
 from tasks.errors import UserError
+from tasks.quantize import QuantizeConfig
 from tasks.searching import AllocateConfig
 from tasks.supernet import SupernetConfig
 from tests.tasks.test_resume import STAGES, Cut, prepared, run, run_before  # noqa: F401
+from windquant.supernet import Composed
 
-CONFIG = AllocateConfig(target_bits=2.75, windows=1, episodes=6, batch=3, losses=2, curriculum=[3.0], finalists=2, explore=2.0)
+CONFIG = AllocateConfig(
+    target_bits=2.75, windows=1, episodes=6, batch=3, losses=2, curriculum=[3.0], finalists=2, explore=2.0
+)
 
 
 @pytest.fixture
@@ -108,10 +112,18 @@ def test_a_policy_of_other_states_is_refused(ready, monkeypatch):
         allocated(monkeypatch, "second", policy="saved/policy.safetensors")
 
 
-def test_without_a_supernet_searches_are_refused(prepared, monkeypatch):  # noqa: F811
+def test_units_rounded_to_nearest_are_those_that_quantize_would_write(prepared, monkeypatch):  # noqa: F811
+    """A plan composed of them is the model as quantized without error feedback."""
     run_before("allocate")
-    with pytest.raises(UserError, match=r"'ppo' needs true losses, and supernet\.steps is 0"):
-        allocated(monkeypatch)
+    shutil.copytree(allocated(monkeypatch), store.path("allocate"))
+    monkeypatch.setitem(STAGES, "quantize", (quantize.run, QuantizeConfig("rounding", check_tokens=16)))
+    folder = run("quantize") / "ppo"
+    plan = plans.load_plan(folder / "plan.parquet")
+    net = Composed(models.reference(store.path("prepare") / "model", torch.device("cpu")), plan.body, searching._units)
+    net.set(plan.bits)
+    loaded = packed.load(folder, torch.device("cpu")).dequantize()
+    for name in net.layers:
+        assert torch.equal(net.layers[name].weight, loaded.get_submodule(name).weight.float())
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
