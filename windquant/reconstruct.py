@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from windquant import scales
 from windquant.blocks import linears
 from windquant.errors import InputError
-from windquant.grids import GRIDS, Grid
-from windquant.quantize import RoundedUnits, half_units, stacks, together
+from windquant.grids import BY_SYMBOL, GRIDS, Grid
+from windquant.quantize import PackedMatrix, RoundedUnits, half_units, stacks, together
 from windquant.salient import Salient
 from windquant.units import columns_of
 
@@ -58,14 +58,10 @@ class Latent:
     held at their INT8 values."""
 
     def __init__(self, w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None) -> None:
-        self.grids, self.widths = [GRIDS[b] for b in bits], columns_of(w.shape[1], chunk_size)
-        self.width = self.widths[0]
-        self.w, self.held = self._units(w).contiguous(), None
         if salient:
             values = w.clone(memory_format=torch.contiguous_format)
             salient.place_(values)
-            self.w = self._units(values).contiguous()
-            self.held = [unit.flatten().nonzero()[:, 0] for unit in self._units(salient.mask())]
+        self._of([GRIDS[b] for b in bits], values if salient else w, chunk_size, salient)
         s = torch.ones(*self.w.shape[:2], 1, device=w.device)
         for stack in stacks(w, H, bits, chunk_size, salient):
             if stack.grid.has_scale:
@@ -75,7 +71,28 @@ class Latent:
         codes, self.span = scales.to_log8(s, MARGIN)
         self.alive = codes > 0
         self.log = torch.where(self.alive, s.squeeze(-1), 1.0).log2()
-        self.step, self.o, self.top = (self._of_grids(f) for f in (lambda g: g.step, _o, lambda g: g.levels - 1))
+
+    @classmethod
+    def of_packed(cls, packed: PackedMatrix) -> "Latent":
+        """Whose Q(w) is a packed matrix bit for bit: w are its weights, and scales move inside its stored range."""
+        self = cls.__new__(cls)
+        self._of([BY_SYMBOL[c] for c in packed.symbols], packed.dequantize(), packed.chunk_size, packed.salient)
+        scaled = ~self.exact.flatten()
+        codes, self.span = (t.new_zeros(len(scaled), t.shape[1]) for t in (packed.scale, packed.span))
+        codes[scaled], self.span[scaled] = packed.scale, packed.span
+        self.alive = codes > 0
+        self.log = torch.where(self.alive, scales.from_log8(codes, self.span).squeeze(-1), 1.0).log2()
+        return self
+
+    def _of(self, grids: list[Grid], w: Tensor, chunk_size: int, salient: Salient | None) -> None:
+        self.grids, self.widths = grids, columns_of(w.shape[1], chunk_size)
+        self.width = self.widths[0]
+        self.w, self.held = self._units(w).contiguous(), None
+        if salient:
+            self.held = [unit.flatten().nonzero()[:, 0] for unit in self._units(salient.mask())]
+        self.step, self.offset, self.o, self.top = (
+            self._of_grids(f) for f in (lambda g: g.step, lambda g: g.offset, _o, lambda g: g.levels - 1)
+        )
         self.exact = self._of_grids(lambda g: not g.has_scale).bool()
         self.move = self._of_grids(lambda g: 0.5 if g.levels > 4 else 1.0)
         outermost = torch.maximum(self.o.abs(), self.top + self.o)
@@ -93,7 +110,7 @@ class Latent:
     def codes_of_scales(self) -> Tensor:
         """(units, rows) uint8, as `scales.from_log8` reads them."""
         low, step = self.span.float().unsqueeze(-1).unbind(1)
-        codes = ((self.log - low) / step).round().clamp(0, 254) + 1
+        codes = ((self.log - low) / torch.where(step > 0, step, float("inf"))).round().clamp(0, 254) + 1
         return torch.where(self.alive, codes, 0).to(torch.uint8)
 
     def d(self) -> Tensor:
@@ -136,13 +153,13 @@ class Latent:
         out = torch.empty(self.w.shape[1], len(self.widths) * self.width, dtype=dtype, device=self.w.device)
         units = self._units(out)
         for part, q in zip(self.parts(), units.split(self._together()), strict=True):
-            q.copy_(part[1]._quantize())
+            q.copy_(part[1].rounding())
         return out[:, : sum(self.widths)].contiguous()
 
-    def _quantize(self) -> Tensor:
-        """(units, rows, columns of a unit)."""
-        d = self.d()
-        q = self.codes(self.y(d)).add_(self.o).mul_(d)
+    def rounding(self) -> Tensor:
+        """Q(w), (units, rows, columns of a unit), as `grids.decode` computes it."""
+        s = scales.from_log8(self.codes_of_scales(), self.span)
+        q = self.codes(self.y(s * self.step)).mul_(self.step).add_(self.offset).mul_(s)
         if self.exact.any():
             q = torch.where(self.exact, self.w.half().float(), q)
         for values, w, places in zip(q, self.w, self.held or (), strict=False):
@@ -156,17 +173,21 @@ class Latent:
 
     def _learn_(self, gradient: Tensor, rate: float) -> None:
         d = self.d()
-        G = torch.empty_like(self.w).copy_(self._units(gradient))
+        inside, of_scale = self.gradients(self._units(gradient), self.y(d))
+        self.log -= (rate * self.octaves * of_scale.sign()).squeeze(-1)
+        self.w.addcmul_(inside.sign_(), (self.move * d).where(~self.exact, 0.0), value=-rate)
+
+    def gradients(self, gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Of w and of d, straight through the rounding, given the gradient of Q(w), (units, rows, columns). Where the grid
+        reaches that of w is the same, elsewhere 0; that of d, (units, rows, 1), is LSQ's: c + o - w / d where the grid
+        reaches, the grid's end elsewhere. y is spent."""
+        G = torch.empty_like(y).copy_(gradient)
         for of_unit, places in zip(G, self.held or (), strict=False):
             of_unit.view(-1)[places] = 0
-        y = self.y(d)
         c, inside = self.codes(y), torch.empty_like(G)
         for g, at, top, out in zip(G, y, self.top.flatten().tolist(), inside, strict=True):
             torch.ops.aten.hardtanh_backward(g, at, -0.5, top + 0.5, grad_input=out)  # g where the grid reaches, or 0
-        # LSQ's gradient of the scale: c + o - w / d inside the grid, its end outside.
-        of_scale = _sum(c.mul_(G)) + self.o * (_sum(G) - _sum(inside)) - _sum(y.mul_(inside))
-        self.log -= (rate * self.octaves * of_scale.sign()).squeeze(-1)
-        self.w.addcmul_(inside.sign_(), (self.move * d).where(~self.exact, 0.0), value=-rate)
+        return inside, _sum(c.mul_(G)) + self.o * (_sum(G) - _sum(inside)) - _sum(y.mul_(inside))
 
     def rounded(self) -> list[RoundedUnits]:
         """The units as they are stored, left to right."""

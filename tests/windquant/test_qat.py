@@ -1,0 +1,204 @@
+import copy
+
+import pytest
+import torch
+
+from windquant.grids import GRIDS
+from windquant.qat import QuantizedLinear, alpha_of, layers, pull_to_grid_
+from windquant.quantize import quantize_matrix
+from windquant.salient import Protection, protect
+
+MIXED = [1, 1.58, 2, 3, 4, 8, 16, 2]
+CHUNK = 16
+BITS = [b for b in GRIDS if b < 16]
+
+
+def packed_matrix(bits=MIXED, columns=120, rows=24, salient=False, seed=0):
+    """By default the last unit is narrower than the others."""
+    g = torch.Generator().manual_seed(seed)
+    w, x = torch.randn(rows, columns, generator=g), torch.randn(400, columns, generator=g)
+    kept = protect(w, torch.ones(columns), Protection("weights", 0.05)) if salient else None
+    return quantize_matrix(w, x.T @ x / 400, bits, CHUNK, kept)[0]
+
+
+def of(bits, **options):
+    return QuantizedLinear(packed_matrix([bits] * 2, 32, **options))
+
+
+@pytest.mark.parametrize("salient", [False, True])
+def test_before_anything_is_learned_it_is_the_packed_matrix_bit_for_bit(salient):
+    packed = packed_matrix(salient=salient)
+    layer = QuantizedLinear(packed)
+    x = torch.randn(5, 120)
+    assert torch.equal(layer.weight, packed.dequantize())
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, packed.dequantize()))
+    again = layer.packed().tensors()
+    assert all(torch.equal(t, again[part]) for part, t in packed.tensors().items())
+
+
+@pytest.mark.parametrize("salient", [False, True])
+def test_what_it_computes_with_is_what_it_packs(salient):
+    layer = QuantizedLinear(packed_matrix(salient=salient))
+    with torch.no_grad():
+        before = layer.w.clone()
+        layer.w += 0.3 * torch.randn_like(layer.w)
+        for w, old, places in zip(layer.w, before, layer.latent.held or (), strict=False):
+            w.view(-1)[places] = old.view(-1)[places]
+        layer.s *= 1 + 0.1 * torch.rand_like(layer.s)
+    packed = layer.packed()
+    torch.testing.assert_close(layer.weight, packed.dequantize(), rtol=0, atol=0)
+    assert packed.sizes() == packed_matrix(salient=salient).sizes()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_grid_has_as_many_levels_as_its_width_says(bits):
+    layer = of(bits)
+    with torch.no_grad():
+        layer.w.normal_(0, 3)
+    row = layer.weight[0, :CHUNK]
+    assert len(layer.weight[:, :CHUNK].unique()) <= GRIDS[bits].levels * 24
+    assert len(row.unique()) <= min(GRIDS[bits].levels, CHUNK)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_gradients_of_weights_pass_straight_through_inside_the_grid_and_stop_outside(bits):
+    layer, G = of(bits), torch.randn(24, 32)
+    with torch.no_grad():
+        layer.w[0, 0, 0], layer.w[0, 1, 0] = 1000.0, -1000.0
+    layer.w.grad = None
+    (layer(torch.eye(32)).T * G).sum().backward()
+    expected = G.unflatten(1, (2, -1)).transpose(0, 1).clone()
+    expected[0, 0, 0] = expected[0, 1, 0] = 0
+    torch.testing.assert_close(layer.w.grad, expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_gradients_of_scales_are_lsqs(bits):
+    """dQ/ds = Q/s - w/s inside, Q/s outside, over the root of n Q_p."""
+    layer, grid, G = of(bits, seed=1), GRIDS[bits], torch.randn(24, 32)
+    with torch.no_grad():
+        layer.w += 0.1 * torch.randn_like(layer.w)
+        layer.w[1, 2, 3] = 1000.0
+    (layer(torch.eye(32)).T * G).sum().backward()
+    s = layer.s.detach()[..., None]
+    w, Q = layer.w.detach(), layer.weight.unflatten(1, (2, -1)).transpose(0, 1)
+    at = w / s
+    low, high = grid.offset - grid.step / 2, grid.offset + grid.step * (grid.levels - 0.5)
+    inside = (at > low) & (at < high)
+    outermost = max(abs(grid.offset), abs(grid.offset + grid.step * (grid.levels - 1))) / grid.step
+    of_s = (Q / s - torch.where(inside, at, 0.0)) * G.unflatten(1, (2, -1)).transpose(0, 1)
+    torch.testing.assert_close(layer.s.grad, of_s.sum(-1) / (CHUNK * outermost) ** 0.5, rtol=2e-2, atol=2e-2)
+
+
+def test_where_rounding_is_smooth_the_scales_gradient_is_that_of_finite_differences():
+    """Outside the grid Q is the outermost level times s."""
+    layer = of(2)
+    with torch.no_grad():
+        layer.w.fill_(1000.0)
+    layer(torch.ones(1, 32)).sum().backward()
+    before, s = layer.weight, layer.s.detach().clone()
+    with torch.no_grad():
+        layer.s.mul_(1.2)
+    moved = (layer.weight - before).unflatten(1, (2, -1)).sum(-1).T / (layer.s.detach() - s)
+    codes = layer.latent.codes_of_scales()
+    free = (codes > 10) & (codes < 150)  # inside their stored range, before and after
+    assert free.any()
+    torch.testing.assert_close((layer.s.grad * (CHUNK * 1.5) ** 0.5)[free], moved[free], rtol=0.1, atol=0)
+
+
+def test_salient_weights_take_no_gradient():
+    packed = packed_matrix(salient=True)
+    layer = QuantizedLinear(packed)
+    layer(torch.randn(50, 120)).square().sum().backward()
+    kept = layer.latent._units(packed.salient.mask())
+    assert (layer.w.grad[kept] == 0).all() and (layer.w.grad[~kept][:1000] != 0).float().mean() > 0.5
+
+
+def test_a_pull_goes_alpha_of_the_way_to_the_grid():
+    """alpha 0 does nothing, alpha 1 ends on the grid, 0.4 keeps six tenths of the distance: not WinQ's public code."""
+    layer = of(2)
+    with torch.no_grad():
+        layer.w += 0.2 * torch.randn_like(layer.w)
+    w, Q = layer.w.detach().clone(), layer.latent._units(layer.weight).clone()
+    layer.pull_to_grid_(0.0)
+    assert torch.equal(layer.w, w)
+    layer.pull_to_grid_(0.4)
+    torch.testing.assert_close(layer.w.detach(), 0.6 * w + 0.4 * Q)
+    layer.pull_to_grid_(1.0)
+    torch.testing.assert_close(layer.w.detach(), Q)
+
+
+def test_a_pull_changes_no_rounding():
+    layer = QuantizedLinear(packed_matrix())
+    with torch.no_grad():
+        layer.w += 0.2 * torch.randn_like(layer.w)
+    before = layer.weight
+    layer.pull_to_grid_(0.4)
+    torch.testing.assert_close(layer.weight, before, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1])
+def test_an_alpha_out_of_range_is_refused(alpha):
+    with pytest.raises(ValueError, match=f"alpha {alpha:g} is not between 0 and 1"):
+        pull_to_grid_(torch.nn.Sequential(of(2)), alpha)
+
+
+def test_alpha_of_a_proximal_step():
+    assert alpha_of(2.0, 1 / 3) == pytest.approx(0.4) and alpha_of(0.0, 5.0) == 0
+
+
+def test_noise_is_there_in_training_alone_and_the_same_in_both_passes():
+    """The gradient of the weights is 0 where noise took them outside, and only there: as the forward pass saw them."""
+    layer, x = of(1), torch.eye(32)
+    quiet = layer.eval()(x)
+    assert torch.equal(quiet.T, layer.weight)
+    layer.train()
+    layer.sigma = 0.5
+    torch.manual_seed(3)
+    first = layer(x)
+    first.sum().backward()
+    assert not torch.equal(first, quiet)
+    once, layer.w.grad, layer.s.grad = layer.w.grad, None, None
+    torch.manual_seed(3)
+    second = layer(x)
+    second.sum().backward()
+    assert torch.equal(first, second) and torch.equal(once, layer.w.grad)
+    clipped = (once == 0).float().mean()
+    assert 0 < clipped < 0.9
+
+
+def test_noise_has_its_deviation():
+    layer = of(8)
+    layer.train()
+    layer.sigma = 0.2  # some steps of its grid, so that rounding hides little of it
+    torch.manual_seed(0)
+    drawn = torch.stack([layer(torch.eye(32)).T for _ in range(50)]).detach()
+    still = layer.weight.abs() < 0.3  # where the scale's own noise moves little
+    assert float(drawn.std(0)[still].median()) == pytest.approx(0.2, rel=0.2)
+
+
+def test_learning_lowers_the_loss_and_moves_scales_too():
+    torch.manual_seed(0)
+    layer, x = of(2), torch.randn(200, 32)
+    target = torch.randn(24, 32)
+    optimizer = torch.optim.AdamW(layer.parameters(), 2e-2, weight_decay=0)
+    s, losses = layer.s.detach().clone(), []
+    for _ in range(60):
+        loss = (layer(x) - x @ target.T).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0] and not torch.equal(s, layer.s)
+
+
+def test_a_copy_learns_by_itself():
+    layer = of(2)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.w.add_(10.0)
+    assert torch.equal(layer.weight, of(2).weight) and not torch.equal(other.weight, layer.weight)
+
+
+def test_layers_are_found_by_name():
+    assert list(layers(torch.nn.ModuleDict({"a": of(2), "b": torch.nn.Linear(2, 2)}))) == ["a"]

@@ -1,0 +1,144 @@
+"""Quantization-aware training over a plan: linear layers that round their weights in every forward pass, unit by unit.
+
+ParetoQ's quantizers and straight-through gradients (arXiv 2502.02631), and what WinQ (arXiv 2605.17471) adds:
+
+    pull    every K steps W <- (1 - alpha) W + alpha Q(W), a proximal step towards the grid; the optimizer's state stays
+    noise   gradients are taken at Q(W + U), U ~ N(0, sigma^2 I), with the same sigma on the scales
+
+WinQ's public code computes alpha W + (1 - alpha) Q(W); ours follows the paper. The scales' gradient is LSQ's, times
+1 / sqrt(n Q_p) with n the columns of a unit and Q_p its grid's outermost level in steps. Scales are rounded to their eight
+bits before anything is computed with them, straight through, so what is trained is what is stored.
+
+Nothing of the weights' size is kept for the backward pass but the weights: rounding, and the noise from its seed, are done
+again. Notation as in `reconstruct`: w (units, rows, columns of a unit) latent weights, s (units, rows) scales.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windquant.errors import InputError
+from windquant.quantize import PackedMatrix, pack_matrix
+from windquant.reconstruct import Latent
+
+TINY = 2.0**-120
+"""Scales stay above."""
+
+
+class QuantizedLinear(nn.Module):
+    """nn.Linear that multiplies with Q(w), started from a packed matrix: as long as nothing was learned, Q(w) is that matrix
+    bit for bit. Parameters `w` and `s`, of 16-bit units without a meaning for s; salient weights are held. sigma: of the
+    noise in training mode."""
+
+    def __init__(self, packed: PackedMatrix, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.latent = Latent.of_packed(packed)
+        self.chunk_size, self.salient = packed.chunk_size, packed.salient
+        self.in_features, self.out_features = packed.columns, packed.rows
+        self.w = nn.Parameter(self.latent.w)
+        self.s = nn.Parameter(self.latent.log.exp2())
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        self.sigma, self.seed = 0.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        noisy = self.sigma if self.training else 0.0
+        if noisy:
+            self.seed = int(torch.randint(2**62, ()))
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return F.linear(x.to(dtype), _Round.apply(self.w, self.s, self, dtype, noisy, self.seed), self.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """Q(w), (rows, columns): for code that looks at a layer's dtype, device or values."""
+        with torch.no_grad():
+            return self.view(self.w, self.s).quantize()
+
+    def view(self, w: Tensor, s: Tensor) -> Latent:
+        """The latent with these weights and scales."""
+        own = copy.copy(self.latent)
+        own.w, own.log = w.detach(), s.detach().clamp_min(TINY).log2()
+        for name in ("span", "alive", "step", "o", "top", "exact"):
+            value = getattr(own, name)
+            if value.device != w.device:
+                setattr(own, name, value.to(w.device))
+        return own
+
+    @torch.no_grad()
+    def pull_to_grid_(self, alpha: float) -> None:
+        """w <- (1 - alpha) w + alpha Q(w): alpha 0 does nothing, alpha 1 puts the weights on the grid."""
+        for _, part in self.view(self.w, self.s).parts():
+            part.w.lerp_(part.rounding(), alpha)
+
+    @torch.no_grad()
+    def packed(self) -> PackedMatrix:
+        """As a checkpoint holds it: the sizes are those of the matrix it was started from."""
+        return pack_matrix(self.view(self.w, self.s).rounded(), self.chunk_size, self.salient)[0]
+
+
+class _Round(torch.autograd.Function):
+    """(w, s) -> Q(w + U), (rows, columns) in the dtype of the products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, w: Tensor, s: Tensor, layer: QuantizedLinear, dtype: torch.dtype, sigma: float, seed: int
+    ) -> Tensor:
+        ctx.save_for_backward(w, s)
+        ctx.layer, ctx.noise = layer, (sigma, seed)
+        out = torch.empty(layer.out_features, len(w) * w.shape[2], dtype=dtype, device=w.device)
+        for columns, part in _noisy(layer.view(w, s), sigma, seed):
+            own = part.rounding().transpose(0, 1).flatten(1)
+            out[:, columns.start : columns.start + own.shape[1]] = own
+        return out[:, : layer.in_features].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        w, s = ctx.saved_tensors
+        latent = ctx.layer.view(w, s)
+        G = latent._units(gradients[0])
+        of_w, of_s = torch.empty_like(w), torch.empty_like(s)
+        at = 0
+        for _, part in _noisy(latent, *ctx.noise):
+            own = slice(at, at := at + len(part.w))
+            d = part.d()
+            of_w[own], of_d = part.gradients(G[own], part.y(d))
+            n = torch.tensor(part.widths, dtype=torch.float32, device=w.device)[:, None]
+            outermost = torch.maximum(part.o.abs(), part.top + part.o).clamp_min(0.5)[..., 0]
+            of_s[own] = (of_d * part.step)[..., 0] / (n * outermost).sqrt()
+            of_s[own].masked_fill_(part.exact[..., 0], 0.0)
+        return of_w, of_s, None, None, None, None
+
+
+def _noisy(latent: Latent, sigma: float, seed: int) -> Iterator[tuple[slice, Latent]]:
+    """A few units at a time, as copies with noise where sigma is above 0: the same for the same seed."""
+    generator = torch.Generator(latent.w.device)
+    for i, (columns, part) in enumerate(latent.parts()):
+        if sigma > 0:
+            generator.manual_seed((seed + i) % 2**63)
+            noise = torch.empty_like(part.w).normal_(0, sigma, generator=generator)
+            for of_unit, places in zip(noise, part.held or (), strict=False):
+                of_unit.view(-1)[places] = 0
+            part.w = noise.add_(part.w)
+            s = torch.empty_like(part.log).normal_(0, sigma, generator=generator).add_(part.log.exp2())
+            part.log = s.clamp_min(TINY).log2()
+        yield columns, part
+
+
+def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def pull_to_grid_(model: nn.Module, alpha: float) -> None:
+    """WinQ's step for every quantized layer. Raises InputError unless 0 <= alpha <= 1."""
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha {alpha:g} is not between 0 and 1")
+    for layer in layers(model).values():
+        layer.pull_to_grid_(alpha)
+
+
+def alpha_of(eta: float, gamma: float) -> float:
+    """eta gamma / (1 + eta gamma): the pull of a proximal step of size eta towards the grid with strength gamma."""
+    return eta * gamma / (1 + eta * gamma)
