@@ -1,4 +1,4 @@
-"""Stage 7: reference and every checkpoint, benchmarked alike.
+"""Stage 8: reference and every checkpoint, benchmarked alike.
 
 Out: results.json, a row a model; completions.json, greedy continuations side by side.
 """
@@ -48,16 +48,16 @@ class BenchmarkConfig:
 
 
 def run(config: BenchmarkConfig, job: Job) -> Record:
-    prepared, quantized = store.path("prepare"), store.path("quantize")
+    prepared = store.path("prepare")
+    made = [p for stage in ("quantize", "finetune") for p in sorted(store.path(stage).iterdir()) if p.is_dir()]
     manifest = store.load_json(prepared / "manifest.json")
     names = list(config.tasks or ["last_word", *harness.available(Path(config.data_dir))])
-    methods = ["reference", *sorted(p.name for p in quantized.iterdir() if p.is_dir())]
     reference = models.reference(prepared / "model", job.device)
     record = Record(params=_facts(config, manifest, names))
     rows = []
-    for method in methods:
+    for method, folder in [("reference", prepared / "model"), *((p.name, p) for p in made)]:
         if not job.scratch.has_json(method):
-            model = reference if method == "reference" else packed.load(quantized / method, job.device)
+            model = reference if method == "reference" else packed.load(folder, job.device)
             job.scratch.put_json(method, _benchmark(method, model, reference, config, manifest, names))
             del model
         found = job.scratch.get_json(method)

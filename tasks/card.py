@@ -36,8 +36,8 @@ tags: [windquant]
 | embeddings and head | {embedding} bits |
 | effective bits | {bits:.4f} of the quantized matrices, {bits_model:.4f} of the whole file |
 | perplexity | {perplexity:.2f} a token, on the first {tokens} tokens of the validation text (not the benchmark's) |
-| made by | `python -m tasks quantize`, a stage of `python -m flows.run` |
-| MLflow run | `mlflow_run` in the project's `artifacts/runs/quantize.json`, and `{method}` nested in it |
+| made by | `python -m tasks {stage}`, a stage of `python -m flows.run` |
+| MLflow run | `mlflow_run` in the project's `artifacts/runs/{stage}.json` |
 
 ## Bytes
 
@@ -45,7 +45,7 @@ tags: [windquant]
 """
 
 
-def write(folder: Path, plan: plans.Plan, count: Bytes, treatment: str, scores: Scores) -> None:
+def write(folder: Path, plan: plans.Plan, count: Bytes, treatment: str, scores: Scores, stage: str = "quantize") -> None:
     """README.md of a checkpoint. scores: of the reloaded checkpoint on validation text."""
     manifest, header = store.load_json(store.path("prepare") / "manifest.json"), plan.header
     parts = ("codes", "scales", "salient", "plan", "embeddings", "head", "other", "header")
@@ -65,6 +65,7 @@ def write(folder: Path, plan: plans.Plan, count: Bytes, treatment: str, scores: 
         "chunk": header["chunk_size"],
         "seed": header["seed"],
         "treatment": treatment,
+        "stage": stage,
         "shares": ", ".join(f"{100 * s:.1f} % at {w:g} bits" for w, s in plan.shares().items() if s),
         "salient": f"{header['salient_share']:.2%} of the {header['salient']} in INT8" if plan.protection else "none",
         "embedding": header["embedding_bits"] or 16,

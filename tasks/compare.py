@@ -1,4 +1,4 @@
-"""Stage 8: one table and the plots people look at.
+"""Stage 9: one table and the plots people look at.
 
 Out: table.md, metrics.json (the plan's headline numbers), pareto.png, allocation.png, widths.png.
 """
@@ -33,13 +33,16 @@ MAKING = ("calibrate", "sensitivity", "supernet", "allocate")
 uniform one the first."""
 NEEDED = {"uniform": 1, "ppo": 4, "evolution": 4}
 
+TRAINED = "-winq"
+"""After a plan's name: its checkpoint was trained on."""
+
 
 def run(config: CompareConfig, job: Job) -> Record:
     results = store.load_json(store.path("benchmark") / "results.json")
-    sizes = store.load_json(store.path("quantize") / "bytes.json")
+    sizes = {k: v for s in ("quantize", "finetune") for k, v in store.load_json(store.path(s) / "bytes.json").items()}
     manifest = store.load_json(store.path("prepare") / "manifest.json")
     found = {f.stem: plans.load_plan(f) for f in sorted(store.path("allocate").glob("*.parquet"))}
-    runs = {s: store.load_json(store.run_record(s)) for s in (*MAKING, "quantize")}
+    runs = {s: store.load_json(store.run_record(s)) for s in (*MAKING, "quantize", "finetune")}
     rows = [_row(r, sizes, runs, manifest) for r in results["rows"]]
     best = min((r for r in rows if r["method"] in found), key=lambda r: r["perplexity"])
     chosen = store.load_json(store.path("allocate") / "summary.json")["chosen"]
@@ -74,8 +77,9 @@ def run(config: CompareConfig, job: Job) -> Record:
 def _row(result: dict[str, Any], sizes: dict[str, Any], runs: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     name = result["method"]
     size = sizes.get(name)
-    stages = MAKING[: NEEDED.get(name, 2)]
-    seconds = sum(runs[s]["wall_seconds"] for s in stages) + runs["quantize"]["seconds"].get(name, 0)
+    plan, trained, _ = name.partition(TRAINED)
+    seconds = sum(runs[s]["wall_seconds"] for s in MAKING[: NEEDED.get(plan, 2)])
+    seconds += runs["quantize"]["seconds"].get(plan, 0) + (runs["finetune"]["wall_seconds"] if trained else 0)
     return {
         "method": name,
         "effective bits": size["effective_bits"] if size else 16.0,

@@ -15,6 +15,7 @@ from tasks.calibrate import CalibrateConfig
 from tasks.compare import CompareConfig
 from tasks.config import Common, resolve
 from tasks.errors import UserError, first_line
+from tasks.finetune import FinetuneConfig
 from tasks.prepare import PrepareConfig
 from tasks.quantize import QuantizeConfig
 from tasks.searching import AllocateConfig
@@ -29,6 +30,7 @@ SECTIONS: dict[str, type] = {
     "supernet": SupernetConfig,
     "allocate": AllocateConfig,
     "quantize": QuantizeConfig,
+    "finetune": FinetuneConfig,
     "benchmark": BenchmarkConfig,
     "compare": CompareConfig,
 }
@@ -45,6 +47,7 @@ class Params:
     supernet: SupernetConfig = field(default_factory=SupernetConfig)
     allocate: AllocateConfig = field(default_factory=AllocateConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
 

@@ -1,3 +1,3 @@
 """The stages and their order."""
 
-STAGES = ("prepare", "calibrate", "sensitivity", "supernet", "allocate", "quantize", "benchmark", "compare")
+STAGES = ("prepare", "calibrate", "sensitivity", "supernet", "allocate", "quantize", "finetune", "benchmark", "compare")

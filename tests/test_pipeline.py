@@ -41,7 +41,7 @@ def clone(folder: Path) -> Path:
            sensitivity={"chunk_size": 40}, supernet={"steps": 4, "tokens": 16},
            allocate={"target_bits": 2.75, "embedding_bits": 8, "allocator": "ppo", "windows": 2, "episodes": 6, "batch": 3,
                      "losses": 2, "curriculum": [3.0]},
-           quantize={"export_dequantized": True},
+           quantize={"export_dequantized": True}, finetune={"steps": 4, "save_every": 2},
            benchmark={"windows": 4, "limit": 4, "completions": 2, "completion_tokens": 4})  # fmt: skip
     return folder
 
@@ -69,7 +69,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = clone(tmp_path_factory.mktemp("project"))
     done = run(folder, "flows.run")
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("MLflow UI", "Prefect UI", "| reference", "| uniform", "| lagrangian", "| ppo"):
+    for name in ("MLflow UI", "Prefect UI", "| reference", "| uniform", "| lagrangian", "| ppo", "| ppo-winq"):
         assert name in done.stdout
     return folder
 
@@ -107,7 +107,7 @@ def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkey
 def test_a_second_run_does_no_work_and_says_so(project):
     before = {s: (project / store.run_record(s)).read_text() for s in STAGES}
     done = run(project, "flows.run")
-    assert done.returncode == 0 and "nothing changed: all 8 stages are up to date" in done.stdout + done.stderr
+    assert done.returncode == 0 and "nothing changed: all 9 stages are up to date" in done.stdout + done.stderr
     assert before == {s: (project / store.run_record(s)).read_text() for s in STAGES}
 
 

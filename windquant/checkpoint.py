@@ -34,7 +34,7 @@ from windquant.units import Matrix, Unit, columns_of, effective_bits
 VERSION = 2
 SHARD_BYTES = 2_000_000_000
 AGAIN = "; make or copy the checkpoint again"
-_STORED_AS = PARTS | SALIENT_PARTS
+STORED_AS = PARTS | SALIENT_PARTS
 DIGEST = "windquant"
 """The key in a shard's metadata."""
 Entry = tuple[int, int, str]
@@ -201,7 +201,7 @@ class Writer:
     def add_matrix(self, name: str, packed: PackedMatrix) -> None:
         """A matrix of the body, an embedding or a head. Raises CheckpointError when it is not as the plan has it."""
         wanted = (self.quantization.plan | self.quantization.embeddings).get(name)
-        if (packed.rows, packed.columns, packed.symbols) != wanted:
+        if wanted is None or (packed.rows, packed.columns, packed.symbols) != tuple(wanted):
             raise CheckpointError(f"{name} was packed as {packed.symbols!r}, the plan has {wanted}")
         for part, tensor in packed.tensors().items():
             self.add(f"{name}.{part}", tensor)
@@ -432,6 +432,6 @@ def check_fits(
                 f"{name} has the shape {shape} in the checkpoint, its config.json says {wanted[name]}{AGAIN}"
             )
         owner, _, part = name.rpartition(".")
-        right = (_STORED_AS[part],) if f"{owner}.codes" in wanted and part in _STORED_AS else ("F16", "BF16", "F32")
+        right = (STORED_AS[part],) if f"{owner}.codes" in wanted and part in STORED_AS else ("F16", "BF16", "F32")
         if dtype not in right:
             raise CheckpointError(f"{name} is stored as {dtype}, not as {' or '.join(right)}{AGAIN}")

@@ -1,0 +1,151 @@
+"""The finetune stage, and the loop below it, on the tiny model."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tasks import finetune, packed, plans, progress, store
+from tasks.errors import UserError
+from tasks.finetune import FinetuneConfig
+from tests.tasks.test_resume import STAGES, Cut, prepared, protecting, run, run_before  # noqa: F401
+from windquant import checkpoint, qat
+
+CONFIG = FinetuneConfig(steps=6, batch=1, lr=1e-3, pull_every=3, save_every=2, eval_windows=2, check_tokens=16)
+pytestmark = pytest.mark.filterwarnings("ignore")  # Trainer's own
+
+
+@pytest.fixture
+def ready(prepared, monkeypatch):  # noqa: F811
+    """Everything before `finetune`."""
+    protecting(monkeypatch, "weights")
+    monkeypatch.setitem(STAGES, "finetune", (finetune.run, CONFIG))
+    run_before("finetune")
+
+
+def tuned(monkeypatch, fingerprint="x", **changes):
+    records = []
+    config = replace(CONFIG, **changes)
+    monkeypatch.setitem(STAGES, "finetune", (lambda c, job: records.append(finetune.run(c, job)), config))
+    out = run("finetune", fingerprint)
+    return out, records[0]
+
+
+def test_the_trained_checkpoint_has_the_plans_bytes_and_other_weights(ready, monkeypatch):
+    out, record = tuned(monkeypatch, lr=1e-2)
+    folder, before = out / "lagrangian-winq", store.path("quantize") / "lagrangian"
+    plan, count = plans.load_plan(folder / "plan.parquet"), checkpoint.count(folder)
+    assert count.body == plan.size and count.model == checkpoint.count(before).model
+    assert store.load_json(out / "bytes.json")["lagrangian-winq"]["effective_bits"] == plan.effective_bits
+    loaded, old = (packed.load(f, torch.device("cpu")) for f in (folder, before))
+    assert not torch.equal(loaded.model.layers[0].mlp.up_proj.codes, old.model.layers[0].mlp.up_proj.codes)
+    assert torch.equal(loaded.model.norm.weight, old.model.norm.weight)
+    assert "`python -m tasks finetune`" in (folder / "README.md").read_text()
+    assert len(record.curves["loss"]) == 6
+
+
+def test_learning_brings_the_model_nearer_to_the_reference(ready, monkeypatch):
+    _, record = tuned(monkeypatch, steps=40, pull_every=0, sigma=0.0)
+    assert record.metrics["kl_after"] < 0.9 * record.metrics["kl_before"]
+
+
+def test_the_first_steps_loss_is_that_of_the_quantized_checkpoint(ready, monkeypatch):
+    """Without noise, and in the products' own precision: of the windows of the first step, whatever they are."""
+    seen = []
+    from tasks import training
+
+    class Watched(training.Student):
+        def forward(self, input_ids, labels=None):
+            if not seen:
+                model = packed.load(store.path("quantize") / "lagrangian", torch.device("cpu"))
+                with torch.no_grad():
+                    logp = model(input_ids=input_ids).logits[:, :-1].float().log_softmax(-1)
+                seen.append(float(torch.nn.functional.nll_loss(logp.flatten(0, 1), input_ids[:, 1:].flatten())))
+            return super().forward(input_ids, labels)
+
+    monkeypatch.setattr(training, "Student", Watched)
+    _, record = tuned(monkeypatch, distill=0.0, sigma=0.0)
+    assert record.curves["loss"][0] == pytest.approx(seen[0], rel=1e-3)
+
+
+def test_training_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
+    whole = store.hash_tree(tuned(monkeypatch, "whole")[0])
+    steps, cut = [], [5]
+
+    def bar(label):
+        def report(done, total):
+            if label.startswith("training"):
+                steps.append(done)
+                if [done] == cut:
+                    cut.clear()
+                    raise Cut
+
+        return report
+
+    monkeypatch.setattr(progress, "bar", bar)
+    with pytest.raises(Cut):
+        tuned(monkeypatch, "cut")
+    assert store.hash_tree(tuned(monkeypatch, "cut")[0]) == whole
+    assert steps == [1, 2, 3, 4, 5, 5, 6]  # from the checkpoint of step 4
+
+
+def test_pull_and_noise_are_switches_of_their_own(ready, monkeypatch):
+    """Four runs, four results: plain straight-through training, each alone, both."""
+    ways = [{"alpha": a, "sigma": s} for a in (0.0, 0.4) for s in (0.0, 1e-2)]
+    made = {store.hash_file(tuned(monkeypatch, str(w), **w)[0] / "lagrangian-winq" / "model.safetensors") for w in ways}
+    assert len(made) == 4
+
+
+def test_pulls_come_every_so_many_steps(ready, monkeypatch):
+    pulls = []
+    monkeypatch.setattr(qat, "pull_to_grid_", lambda model, alpha: pulls.append(alpha))
+    tuned(monkeypatch, steps=7, pull_every=3, alpha=0.3)
+    assert pulls == [0.3, 0.3]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(ready, monkeypatch):
+    from tasks import training
+
+    steps = []
+
+    class Broken(training.Student):
+        def forward(self, input_ids, labels=None):
+            out = super().forward(input_ids, labels)
+            steps.append(1)
+            return {"loss": out["loss"] * float("nan")} if len(steps) == 4 else out
+
+    monkeypatch.setattr(training, "Student", Broken)
+    with pytest.raises(UserError, match=r"the loss is nan in step 4; the last good checkpoint is .*checkpoint-2; lower"):
+        tuned(monkeypatch)
+
+
+def test_no_steps_no_training(ready, monkeypatch):
+    out, _ = tuned(monkeypatch, steps=0)
+    assert store.load_json(out / "bytes.json") == {} and len(list(out.iterdir())) == 1
+
+
+def test_a_checkpoint_of_another_plan_is_refused(ready, monkeypatch):
+    from tasks.training import Student
+
+    model = packed.load(store.path("quantize") / "lagrangian", torch.device("cpu"))
+    finetune._replace_layers(model, model.hf_quantizer.quantization_config.quantization)
+    student = Student(model, None, 0.0)
+    state = dict(student.state_dict())
+    state.pop(next(iter(state)))
+    with pytest.raises(UserError, match="is of another plan"):
+        student.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    ({"steps": -1}, "steps -1 is negative"), ({"lr": 0.0}, "lr 0 is not above 0"), ({"alpha": 1.5}, "alpha 1.5 is not between"),
+    ({"sigma": -0.1}, "sigma -0.1 is negative"), ({"distill": 2.0}, "distill 2 is not"), ({"windows": 0}, "windows 0 is not"),
+])  # fmt: skip
+def test_settings_out_of_range_are_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        FinetuneConfig(**given)
+
+
+def test_the_stage_can_be_run_again_beside_its_earlier_result(ready, monkeypatch):
+    shutil.copytree(tuned(monkeypatch)[0], store.path("finetune"))
+    assert store.hash_tree(tuned(monkeypatch, "again")[0]) == store.hash_tree(store.path("finetune"))
