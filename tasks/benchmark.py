@@ -1,4 +1,4 @@
-"""Stage 8: reference and every checkpoint, benchmarked alike.
+"""Stage 9: reference and every checkpoint, benchmarked alike.
 
 Out: results.json, a row a model; completions.json, greedy continuations side by side.
 """

@@ -1,4 +1,4 @@
-"""Stage 9: one table and the plots people look at.
+"""Stage 10: one table and the plots people look at.
 
 Out: table.md, metrics.json (the plan's headline numbers), pareto.png, allocation.png, widths.png.
 """

@@ -45,7 +45,7 @@ class AllocateConfig(Target, SearchConfig, PPOConfig):
     allocator: str = "ppo"
     curriculum: list[float] = field(default_factory=lambda: [3.0, 2.5])
     policy: str | None = None
-    windows: int | None = by_effort(demo=8, full=64)
+    windows: int | None = by_effort(demo=4, full=64)
     finalists: int = 4
     epsilon: float = 1.0
 
@@ -123,6 +123,7 @@ class Searching:
         if self.job.scratch.has_json(label):
             curves = self.job.scratch.get_json(label)
         report = progress.bar(f"PPO at {target:g} bits")
+        report(search.episodes, config.episodes)
         while search.episodes < config.episodes:
             for name, value in search.rollout().items():
                 curves.setdefault(name, []).append(value)

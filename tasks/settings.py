@@ -14,6 +14,7 @@ from tasks.benchmark import BenchmarkConfig
 from tasks.calibrate import CalibrateConfig
 from tasks.compare import CompareConfig
 from tasks.config import Common, resolve
+from tasks.diagnose import DiagnoseConfig
 from tasks.errors import UserError, first_line
 from tasks.finetune import FinetuneConfig
 from tasks.prepare import PrepareConfig
@@ -31,6 +32,7 @@ SECTIONS: dict[str, type] = {
     "allocate": AllocateConfig,
     "quantize": QuantizeConfig,
     "finetune": FinetuneConfig,
+    "diagnose": DiagnoseConfig,
     "benchmark": BenchmarkConfig,
     "compare": CompareConfig,
 }
@@ -48,6 +50,7 @@ class Params:
     allocate: AllocateConfig = field(default_factory=AllocateConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
 

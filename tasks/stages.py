@@ -1,3 +1,14 @@
 """The stages and their order."""
 
-STAGES = ("prepare", "calibrate", "sensitivity", "supernet", "allocate", "quantize", "finetune", "benchmark", "compare")
+STAGES = (
+    "prepare",
+    "calibrate",
+    "sensitivity",
+    "supernet",
+    "allocate",
+    "quantize",
+    "finetune",
+    "diagnose",
+    "benchmark",
+    "compare",
+)

@@ -42,6 +42,7 @@ def clone(folder: Path) -> Path:
            allocate={"target_bits": 2.75, "embedding_bits": 8, "allocator": "ppo", "windows": 2, "episodes": 6, "batch": 3,
                      "losses": 2, "curriculum": [3.0]},
            quantize={"export_dequantized": True}, finetune={"steps": 4, "save_every": 2},
+           diagnose={"probes": 1, "steps": 3, "windows": 1, "tokens": 32},
            benchmark={"windows": 4, "limit": 4, "completions": 2, "completion_tokens": 4})  # fmt: skip
     return folder
 
@@ -107,7 +108,7 @@ def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkey
 def test_a_second_run_does_no_work_and_says_so(project):
     before = {s: (project / store.run_record(s)).read_text() for s in STAGES}
     done = run(project, "flows.run")
-    assert done.returncode == 0 and "nothing changed: all 9 stages are up to date" in done.stdout + done.stderr
+    assert done.returncode == 0 and "nothing changed: all 10 stages are up to date" in done.stdout + done.stderr
     assert before == {s: (project / store.run_record(s)).read_text() for s in STAGES}
 
 

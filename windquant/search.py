@@ -7,11 +7,12 @@ sees the table as it is, so what it learns it learns of the state, and takes alo
 What chance a policy needs to find something new lies in the features of the correction, not in single units, whose noise
 would cost more than there is to gain (benchmarks/LOG.md): every episode is shown a table of its own, its groups made dearer
 or cheaper. The policy plays it at a low temperature, at the price p of bytes at which its own distortions keep the budget:
-the budget's multiplier, solved for every episode. True losses are asked for a few of a rollout's plans, the policy's own
-among them; all episodes teach.
+the budget's multiplier, solved for every episode. True losses are asked for the policy's own plan, for that of the
+corrected table, and for a few of the rollout's; all episodes teach.
 
 The multiplier of quality, mu, follows the measured degradation: up while the plans' mean loss is above what is aimed at,
-down below it; step rewards are -(mu D + p (B - B at 2 bits)).
+down below it; step rewards are -(mu D + p (B - B at 2 bits)). The budget is hard, and p solved for: it rises with mu, so
+that mu weighs rewards against the bonus of entropy, and buys no bits that are not there.
 
 Notation: D, B, p as in `environment`; f (units, widths, features) as in `correction`.
 """
@@ -36,13 +37,13 @@ Loss = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """episodes in all; batch of them a rollout. losses: plans a rollout whose true loss is asked for. explore: standard
-    deviation of the logarithm of what an episode's table is multiplied with, feature by feature. depths: tents over the
-    depth."""
+    """episodes in all; batch of them a rollout. losses: plans a rollout whose true loss is asked for, at least 2. explore:
+    standard deviation of the logarithm of what an episode's table is multiplied with, feature by feature. depths: tents over
+    the depth."""
 
     episodes: int = 200
     batch: int = 25
-    losses: int = 8
+    losses: int = 6
     explore: float = 0.3
     depths: int = 4
 
@@ -169,8 +170,8 @@ class Search:
         shown = (self.config.explore * self.f @ random).exp()
         steps, choice = self._play(shown)
         self.episodes += E
-        asked = torch.cat([self.plan()[None], choice[: self.config.losses - 1]])
-        losses = self.loss(asked)
+        asked = torch.stack([self.plan(), lagrangian(self.corrected(), self.generator), *choice])
+        losses = self.loss(asked[: max(2, self.config.losses)])
         if self.aim is not None:
             self.mu = min(max(self.mu * math.exp(float(losses.mean()) - self.aim), 0.25), 4.0)
         stats, terms = self._learn(steps, choice)
@@ -181,6 +182,7 @@ class Search:
             "evaluations": len(known),
             "best_loss": known.min(),
             "policy_loss": losses[0],
+            "corrected_loss": losses[1],
             "mean_loss": losses.mean(),
             "budget_used": used,
             "mu": self.mu,
@@ -226,7 +228,7 @@ class Search:
     def _learn(self, steps: dict[str, Tensor], choice: Tensor) -> tuple[dict[str, float], dict[str, float]]:
         """PPO's figures, and the terms of an episode's reward, means over the episodes."""
         problem = self.corrected()
-        env = Environment(problem, self.static, 1, price(problem), self.mu)
+        env = Environment(problem, self.static, 1, self.mu * price(problem), self.mu)
         r = env.rewards.gather(1, choice.T).float()
         quality = -self.mu * problem.D.gather(1, choice.T).sum(0).mean() / env.unit
         A = ppo.gae(r, steps["V"], self.learning.gamma, self.learning.lam)
