@@ -57,7 +57,7 @@ def _search(table: plans.Table, config: AllocateConfig, seed: int) -> Search:
     )
     D, B = table.D[places] * ratio[:, None] / ratio.sum() * len(body), sizes(body)
     f = features(body, config.depths)
-    true = D * (0.3 * f @ torch.randn(f.shape[2], generator=generator, dtype=torch.float64)).exp()
+    true = D * (0.3 * f @ torch.randn(f.shape[1], generator=generator, dtype=torch.float64)).exp()[:, None]
     raw = static_state(body, D, table.features[places])
     problem = Problem(D, B, int(TARGET * weights_in(body) / 8))
     return Search(problem, Standard.of(raw)(raw), f, lambda choices: true.gather(1, choices.T).sum(0), config, config, seed)

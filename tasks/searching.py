@@ -5,18 +5,21 @@ far less from text to text than the negative log-likelihood. The best plans are 
 each search started from among them.
 """
 
+import json
 import logging
+import math
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tasks import interrupts, models, plans, progress, store
 from tasks.config import by_effort
-from tasks.errors import UserError
+from tasks.errors import UserError, first_line
 from tasks.job import Job, Record
 from windquant.allocate import ALLOCATORS, Problem, Target, lagrangian
 from windquant.correction import features
@@ -83,6 +86,7 @@ class Searching:
         raw = static_state(table.body, table.D, table.features)
         self.standard = Standard.of(raw)
         self.static, self.f = self.standard(raw), features(table.body, config.depths)
+        self.origin = ""
         self.loss, self.other = self._losses()
 
     def _check(self, manifest: dict[str, float]) -> None:
@@ -105,30 +109,30 @@ class Searching:
 
     def ppo(self) -> Found:
         """Stage after stage of the curriculum, each from the policy of the one before."""
-        began, start = time.monotonic(), self._start()
-        for target in (*self.curriculum, self.target):
-            search = self._learn(target, start)
-            start = search.policy
+        began, start, evaluations = time.monotonic(), self._start(), 0
+        for i, target in enumerate((*self.curriculum, self.target)):
+            search = self._learn(i, target, start)
+            start, evaluations = search.policy, evaluations + len(search.loss.known)
         self._save(search.policy)
         found = self._confirm(search.loss, search.first)
-        return replace(found, evaluations=len(search.loss.known), seconds=time.monotonic() - began)
+        return replace(found, evaluations=evaluations, seconds=time.monotonic() - began)
 
-    def _learn(self, target: float, start: Policy | None) -> Search:
-        config, label = self.config, f"search-{target:g}"
+    def _learn(self, stage: int, target: float, start: Policy | None) -> Search:
+        config, label = self.config, f"search-{stage}{self.origin}"
         search = Search(self.problem(target), self.static, self.f, self.loss, config, config, self.job.common.seed, start,
                         config.epsilon)  # fmt: skip
-        if self.job.scratch.has(label):
-            search.load(self.job.scratch.get(label))
         curves: dict[str, list[float]] = {}
-        if self.job.scratch.has_json(label):
-            curves = self.job.scratch.get_json(label)
+        if self.job.scratch.has(label):
+            kept = self.job.scratch.get(label)
+            curves = {name.removeprefix("curve."): t.tolist() for name, t in kept.items() if name.startswith("curve.")}
+            search.load(kept)
         report = progress.bar(f"PPO at {target:g} bits")
         report(search.episodes, config.episodes)
         while search.episodes < config.episodes:
             for name, value in search.rollout().items():
                 curves.setdefault(name, []).append(value)
-            self.job.scratch.put_json(label, curves)
-            self.job.scratch.put(label, search.state())
+            drawn = {f"curve.{name}": torch.tensor(values, dtype=torch.float64) for name, values in curves.items()}
+            self.job.scratch.put(label, search.state() | drawn)
             last = {name: values[-1] for name, values in curves.items()}
             log.info(
                 "%g bits, episode %d: best loss %.4f, policy's %.4f; %.2f %% of the budget, mu %.2f, entropy %.3f, KL %.3f, "
@@ -137,7 +141,7 @@ class Searching:
                 last["entropy"], last["kl"], last["clip_fraction"], last["explained_variance"],
             )  # fmt: skip
             report(search.episodes, config.episodes)
-        self.record.children[f"ppo {target:g}"] = Record(
+        self.record.children[f"ppo {stage}, {target:g} bits"] = Record(
             params={"target_bits": target, "allocator": "ppo"}, curves=curves, tags={"allocator": "ppo"}
         )
         return search
@@ -179,7 +183,7 @@ class Searching:
             )
         picked = ids[torch.randperm(len(ids), generator=self.job.generator())[: 2 * wanted]].split(wanted)
         net = Composed(model, self.table.body, _units)
-        references = [[logp.to(model.dtype) for logp in net.log_probabilities(w)] for w in picked]
+        references = [list(net.log_probabilities(w)) for w in picked]
         made = zip(("losses", "losses-other"), picked, references, strict=True)
         first, second = (self._kept(name, net, windows, reference) for name, windows, reference in made)
         return first, second
@@ -192,6 +196,10 @@ class Searching:
             for choice in choices:
                 interrupts.check()
                 found.append(net.divergence([WIDTHS[c] for c in choice.tolist()], windows, reference))
+                if not math.isfinite(found[-1]):
+                    raise InputError(
+                        "the true loss of a plan is NaN or Inf: check the model's weights and the training text"
+                    )
                 counted.known[key(choice)] = found[-1]
                 self.job.scratch.put(name, counted.state())
             return torch.tensor(found, dtype=torch.float64)
@@ -211,20 +219,30 @@ class Searching:
         """The policy that params name; its states are standardised as they were when it learned."""
         if self.config.policy is None:
             return None
-        policy, self.standard = load_policy(Path(self.config.policy))
+        file = Path(self.config.policy)
+        if store.path("allocate") in file.parents:
+            raise UserError(
+                f"allocate.policy {file} lies where this stage writes; copy it, and its .json, to a place of yours"
+            )
+        policy, self.standard = load_policy(file)
+        self.origin = f"-{store.hash_file(file)[:16]}"  # DVC does not track the file
         self.static = self.standard(static_state(self.table.body, self.table.D, self.table.features))
         return policy
 
 
 def load_policy(file: Path) -> tuple[Policy, Standard]:
     """A policy.safetensors with its policy.json beside it. Raises UserError when it knows other states than this release."""
-    said = store.load_json(file.with_suffix(".json"))
-    if (theirs := {name: said.get(name) for name in POLICY}) != POLICY:
+    other = "; give the policy.safetensors of a search, with the policy.json beside it, or set allocate.policy to null"
+    try:
+        said, tensors = json.loads(file.with_suffix(".json").read_text()), load_file(file)
+        theirs = {name: said[name] for name in (*POLICY, "temperature")}
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
+        raise UserError(f"allocate.policy {file} is not a policy ({first_line(e)}){other}") from e
+    if {name: theirs[name] for name in POLICY} != POLICY:
         raise UserError(
-            f"{file} was learned on states of version {theirs['version']}, this release's have version "
-            f"{POLICY['version']}; learn it again, or set allocate.policy to null"
+            f"{file} was learned on states of version {theirs['version']} ({', '.join(theirs['static'])}), this release's "
+            f"have version {POLICY['version']}; learn it again, or set allocate.policy to null"
         )
-    tensors = store.load_tensors(file)
     policy = Policy(len(STATIC) + len(CONTEXT), said["temperature"])
     policy.load_state_dict({n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")})
     return policy, Standard(tensors["standard.mean"], tensors["standard.std"])

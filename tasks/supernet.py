@@ -52,9 +52,9 @@ class SupernetConfig:
         for name in ("groups", "units"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name):g} is negative")
-        if not 1 <= self.lowest_bits < self.highest_bits <= 16:
+        if not 1 <= self.lowest_bits < self.highest_bits <= 8:
             raise ValueError(f"lowest_bits {self.lowest_bits:g} and highest_bits {self.highest_bits:g} are not two targets "
-                             f"between 1 and 16, the lower first")  # fmt: skip
+                             f"between 1 and 8, the lower first")  # fmt: skip
 
 
 def run(config: SupernetConfig, job: Job) -> Record:
@@ -101,6 +101,6 @@ def neighbourhood(config: SupernetConfig, table: plans.Table) -> Neighbourhood:
     for bits in (config.highest_bits, config.lowest_bits):
         budget = max(table.budget(min(max(bits, floor), ceiling)), int(table.B.amin(1).sum()))
         prices.append(price(Problem(table.D, table.B, budget)))
-    psi = correction.features(table.body, 4)[:, 0, :-2]
+    psi = correction.features(table.body, 4)
     block = torch.tensor([u.matrix.block for u in table.body])
     return Neighbourhood(table.D, table.B, psi, block, (prices[0], prices[1]), config.groups, config.units)

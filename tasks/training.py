@@ -1,11 +1,14 @@
 """The loop of quantization-aware training: Hugging Face's Trainer, with WinQ's pull as a callback.
 
-What Trainer brings along: launching by accelerate, DDP, gradient accumulation, bfloat16, schedules, checkpoints and resuming
-from them, which keep weights, scales, optimizer, schedule and random numbers, so that an interrupted run goes on alike.
+What Trainer brings along: gradient accumulation, bfloat16, schedules, checkpoints and resuming from them, which keep
+weights, scales, optimizer, schedule and random numbers, so that an interrupted run goes on alike. One process, one device:
+several have not been tried.
 """
 
+import json
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from tasks import interrupts
 from tasks.errors import UserError
@@ -24,6 +26,8 @@ from windquant.calibrate import Report
 from windquant.engine import compute_fast
 
 log = logging.getLogger("windquant")
+STATE, PARTS = "trainer_state.json", ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+"""Of a checkpoint of Trainer's."""
 
 
 class Student(nn.Module):
@@ -43,8 +47,9 @@ class Student(nn.Module):
         nll = F.nll_loss(logp.flatten(0, 1), input_ids[:, 1:].flatten())
         loss = (1 - self.distill) * nll
         if self.distill:
+            reference = self._reference[0].to(input_ids.device)
             with torch.no_grad():
-                expected = self._reference[0](input_ids=input_ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+                expected = reference(input_ids=input_ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
             loss = loss + self.distill * F.kl_div(logp, expected, reduction="sum", log_target=True) / logp[..., 0].numel()
         return {"loss": loss, "nll": nll.detach()}
 
@@ -66,10 +71,7 @@ class _Loop(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         out = model(**inputs)
         if not math.isfinite(float(out["loss"].detach())):
-            kept = get_last_checkpoint(str(self.args.output_dir))
-            where = f"the last good checkpoint is {kept}" if kept else "no checkpoint was saved before"
-            raise UserError(f"the loss is {float(out['loss']):g} in step {self.state.global_step + 1}; {where}; lower "
-                            f"finetune.lr or finetune.sigma and run again")  # fmt: skip
+            _stop("loss", float(out["loss"]), self.state.global_step, Path(str(self.args.output_dir)))
         return (out["loss"], out) if return_outputs else out["loss"]
 
 
@@ -79,11 +81,41 @@ class _Pull(TrainerCallback):
     def __init__(self, config: FinetuneConfig, every: int, report: Report) -> None:
         self.config, self.every, self.report = config, every, report
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Before weights, and with the next checkpoint what can be gone back to, are lost."""
+        total = sum(float(p.grad.sum()) for p in model.parameters() if p.grad is not None)
+        if not math.isfinite(total):
+            _stop("gradient", total, state.global_step, Path(args.output_dir))
+
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.every and self.config.alpha and state.global_step % self.every == 0:
             qat.pull_to_grid_(model, self.config.alpha)
         self.report(state.global_step, state.max_steps)
         interrupts.check()
+
+
+def _stop(what: str, value: float, step: int, folder: Path) -> None:
+    """Raises UserError."""
+    kept = _last(folder)
+    where = f"the last good checkpoint is {kept}" if kept else "no checkpoint was saved before"
+    raise UserError(
+        f"the {what} is {value:g} in step {step + 1}; {where}, from which the same parameters go on; or lower "
+        f"finetune.lr or finetune.sigma, and training begins again"
+    )
+
+
+def _last(folder: Path) -> str | None:
+    """The newest whole checkpoint; those that an interruption left in pieces are deleted."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]), reverse=True)
+    for checkpoint in found:
+        try:
+            json.loads((checkpoint / STATE).read_text())  # written last
+            if all((checkpoint / name).exists() for name in PARTS):
+                return str(checkpoint)
+        except (OSError, ValueError):
+            pass
+        shutil.rmtree(checkpoint)
+    return None
 
 
 def train(
@@ -96,7 +128,7 @@ def train(
     if config.checkpointing:
         student.model.gradient_checkpointing_enable()
     steps = config.steps or 0
-    every = steps // 4 if config.pull_every is None else config.pull_every
+    every = max(1, steps // 4) if config.pull_every is None else config.pull_every
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -120,10 +152,10 @@ def train(
         remove_unused_columns=False,
         dataloader_pin_memory=device.type != "cpu",
     )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # not DataParallel, which copies layers from device to device
     rows = [{"input_ids": row, "labels": row} for row in windows]
     loop = _Loop(student, arguments, train_dataset=rows, callbacks=[_Pull(config, every, report)])  # pyright: ignore[reportArgumentType]
     loop.remove_callback(PrinterCallback)
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    loop.train(resume_from_checkpoint=last)
+    loop.train(resume_from_checkpoint=_last(folder))
     history = [row for row in loop.state.log_history if "loss" in row]
     return {name: [float(row[name]) for row in history] for name in ("loss", "grad_norm", "learning_rate")}

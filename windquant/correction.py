@@ -1,7 +1,7 @@
-"""What true losses say of a distortion table: a few factors, common to a kind of matrix, a depth, a width.
+"""What true losses say of a distortion table: a few factors, common to a kind of matrix and a depth.
 
 Arjona-Medina et al. (arXiv 1806.07857) redistribute an episode's return to its steps; here that is a linear model with
-random effects. With X_nj = sum over the units of plan n of D f_j, the f_j features of a unit at a width,
+random effects. With X_nj = sum over the units of plan n of D f_j, the f_j features of a unit,
 
     loss_n = b + s sum_u D + sum_j delta_j X_nj + error,    delta ~ N(0, lambda sigma^2),  error ~ N(0, sigma^2)
 
@@ -9,7 +9,7 @@ s, of a predicted nat the part that comes true, is free; delta is what groups de
 restricted likelihood (Patterson and Thompson 1971) times a prior, lognormal, that expects deviations of SPREAD s: where
 losses say nothing of the groups, the table stands. The corrected table is D (s + sum_j delta_j f_j), in true nats.
 
-Notation: D (units, widths); f (units, widths, features); N plans, choices (N, units), losses (N,).
+Notation: D (units, widths); f (units, features); N plans, choices (N, units), losses (N,).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from windquant.grids import WIDTHS
 from windquant.units import Unit
 
 LAMBDAS = tuple(10.0**e for e in torch.linspace(-6, 8, 57).tolist())
@@ -30,21 +29,22 @@ FACTORS = (0.2, 5.0)
 
 
 def features(body: Sequence[Unit], depths: int) -> Tensor:
-    """f, (units, widths, kinds x depths + 2) float64: kinds of matrix times tents over the depth, which add up to 1 for
-    every unit; then, whatever the unit, widths below 2 bits and widths above."""
+    """f, (units, kinds x depths) float64: kinds of matrix times tents over the depth, which add up to 1 for every unit.
+
+    None of them is of a width: what true losses on rounded units say of widths is not so after error feedback and
+    reconstruction (benchmarks/LOG.md).
+    """
     kinds = list(dict.fromkeys(u.matrix.kind for u in body))
     last = max(max(u.matrix.block for u in body), 1)
-    tents = torch.zeros(len(body), len(kinds), depths, dtype=torch.float64)
+    f = torch.zeros(len(body), len(kinds), depths, dtype=torch.float64)
     for i, u in enumerate(body):
         at = u.matrix.block / last * (depths - 1)
         low = min(int(at), max(depths - 2, 0))
-        row = tents[i, kinds.index(u.matrix.kind)]
+        row = f[i, kinds.index(u.matrix.kind)]
         row[low] = 1 - (at - low)
         if depths > 1:
             row[low + 1] = at - low
-    width = torch.tensor(WIDTHS, dtype=torch.float64)
-    sides = torch.stack([width < 2, width > 2], 1).double().expand(len(body), -1, -1)
-    return torch.cat([tents.flatten(1)[:, None].expand(-1, len(WIDTHS), -1), sides], 2)
+    return f.flatten(1)
 
 
 def correct(D: Tensor, f: Tensor, choices: Tensor, losses: Tensor) -> Tensor:
@@ -53,16 +53,15 @@ def correct(D: Tensor, f: Tensor, choices: Tensor, losses: Tensor) -> Tensor:
     D = D.double()
     if len(losses) < 4:
         return D
-    picked = torch.arange(len(D))
-    X = torch.stack([(D[picked, c, None] * f[picked, c]).sum(0) for c in choices])
-    total = D.gather(1, choices.T).sum(0)
+    chosen = D.gather(1, choices.T)
+    X, total = chosen.T @ f, chosen.sum(0)
     fixed = torch.stack([torch.ones_like(total), total], 1)
     scale = (X - X.mean(0)).square().mean().sqrt().clamp_min(1e-300)
     s, delta = _fit(losses.double(), fixed, (X - X.mean(0)) / scale, float(scale))
     if not s > 0:
         return D
     factor = (f @ (delta / scale) / s + 1).clamp(*FACTORS)
-    return s * D * factor
+    return s * D * factor[:, None]
 
 
 def _fit(y: Tensor, fixed: Tensor, Z: Tensor, scale: float) -> tuple[float, Tensor]:

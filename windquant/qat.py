@@ -3,7 +3,8 @@
 ParetoQ's quantizers and straight-through gradients (arXiv 2502.02631), and what WinQ (arXiv 2605.17471) adds:
 
     pull    every K steps W <- (1 - alpha) W + alpha Q(W), a proximal step towards the grid; the optimizer's state stays
-    noise   gradients are taken at Q(W + U), U ~ N(0, sigma^2 I), with the same sigma on the scales
+    noise   gradients are taken at Q(W + U), U ~ N(0, sigma^2 I), with the same sigma on the scales (which is much for the
+            small scales of 8 bits)
 
 WinQ's public code computes alpha W + (1 - alpha) Q(W); ours follows the paper. The scales' gradient is LSQ's, times
 1 / sqrt(n Q_p) with n the columns of a unit and Q_p its grid's outermost level in steps. Scales are rounded to their eight
@@ -61,9 +62,8 @@ class QuantizedLinear(nn.Module):
         """The latent with these weights and scales."""
         own = copy.copy(self.latent)
         own.w, own.log = w.detach(), s.detach().clamp_min(TINY).log2()
-        for name in ("span", "alive", "step", "o", "top", "exact"):
-            value = getattr(own, name)
-            if value.device != w.device:
+        for name, value in vars(own).items():
+            if isinstance(value, Tensor) and value.device != w.device:
                 setattr(own, name, value.to(w.device))
         return own
 

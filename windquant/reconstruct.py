@@ -186,7 +186,10 @@ class Latent:
             of_unit.view(-1)[places] = 0
         c, inside = self.codes(y), torch.empty_like(G)
         for g, at, top, out in zip(G, y, self.top.flatten().tolist(), inside, strict=True):
-            torch.ops.aten.hardtanh_backward(g, at, -0.5, top + 0.5, grad_input=out)  # g where the grid reaches, or 0
+            if top < 0:  # 16 bits reach everywhere
+                out.copy_(g)
+            else:
+                torch.ops.aten.hardtanh_backward(g, at, -0.5, top + 0.5, grad_input=out)  # g where the grid reaches, or 0
         return inside, _sum(c.mul_(G)) + self.o * (_sum(G) - _sum(inside)) - _sum(y.mul_(inside))
 
     def rounded(self) -> list[RoundedUnits]:

@@ -14,12 +14,12 @@ The multiplier of quality, mu, follows the measured degradation: up while the pl
 down below it; step rewards are -(mu D + p (B - B at 2 bits)). The budget is hard, and p solved for: it rises with mu, so
 that mu weighs rewards against the bonus of entropy, and buys no bits that are not there.
 
-Notation: D, B, p as in `environment`; f (units, widths, features) as in `correction`.
+Notation: D, B, p as in `environment`; f (units, features) as in `correction`.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,6 +128,7 @@ class Search:
             self.policy = Policy(len(STATIC) + len(CONTEXT), learning.temperature)
         if start is not None:
             self.policy.load_state_dict(start.state_dict())
+            self.policy.temperature = start.temperature
         self.optimizer = torch.optim.Adam(self.policy.parameters(), learning.lr)
         self.first = lagrangian(problem, self.generator)
         self.first_loss = float(self.loss(self.first[None]))
@@ -166,7 +167,7 @@ class Search:
         E = min(self.config.batch, self.config.episodes - self.episodes)
         if E < 1:
             raise InputError(f"all {self.config.episodes} episodes are played")
-        random = torch.randn(self.f.shape[2], E, generator=self.generator, dtype=torch.float64)
+        random = torch.randn(self.f.shape[1], E, generator=self.generator, dtype=torch.float64)
         shown = (self.config.explore * self.f @ random).exp()
         steps, choice = self._play(shown)
         self.episodes += E
@@ -192,7 +193,7 @@ class Search:
 
     @torch.no_grad()
     def seen(self, factors: Tensor | float = 1.0) -> Problem:
-        """The problem as the policy sees it, shown a table multiplied by factors (units, widths)."""
+        """The problem as the policy sees it, shown a table multiplied by factors (units, 1)."""
         D = self.policy.distortions(self.along, self.problem.D.double() * factors / self.unit) * self.unit
         return Problem(D, self.problem.B, self.problem.budget)
 
@@ -204,11 +205,11 @@ class Search:
         return Environment(self.problem, self.static, episodes, price(self.problem))
 
     def _play(self, factors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Every step's tensors (T, E, ...), and the finished choices. factors: (units, widths, E) on the table each episode
-        is shown."""
-        env = self._environment(factors.shape[2])
-        shown = (self.problem.D.double()[:, :, None] * factors / env.unit).permute(0, 2, 1)
-        prices = torch.tensor([price(self.seen(of_episode)) for of_episode in factors.unbind(2)])
+        """Every step's tensors (T, E, ...), and the finished choices. factors: (units, E), of the table that each episode is
+        shown."""
+        env = self._environment(factors.shape[1])
+        shown = self.problem.D.double()[:, None] * factors[:, :, None] / env.unit
+        prices = torch.tensor([price(self.seen(of_episode)) for of_episode in factors.T[:, :, None]])
         priced = prices[:, None] * (env.B - env.two[:, None]).double()[:, None] / env.unit
         tables = torch.stack([shown, priced], 2).float()
         state, info = env.reset()
@@ -230,12 +231,16 @@ class Search:
         problem = self.corrected()
         env = Environment(problem, self.static, 1, self.mu * price(problem), self.mu)
         r = env.rewards.gather(1, choice.T).float()
-        quality = -self.mu * problem.D.gather(1, choice.T).sum(0).mean() / env.unit
+        beyond = (problem.B.gather(1, choice.T) - env.two[:, None]).sum(0).double().mean()
         A = ppo.gae(r, steps["V"], self.learning.gamma, self.learning.lam)
         flat = {name: t.flatten(0, 1) for name, t in (steps | {"A": A, "R": A + steps["V"]}).items()}
-        terms = {"reward": float(r.sum(0).mean()), "reward_quality": float(quality)}
-        terms["reward_bits"] = terms["reward"] - terms["reward_quality"]
-        return ppo.update(self.policy, self.optimizer, Rollout(**flat), self.learning, self.generator), terms
+        terms = {
+            "reward": float(r.sum(0).mean()),
+            "reward_quality": float(-self.mu * problem.D.gather(1, choice.T).sum(0).mean() / env.unit),
+            "reward_bits": float(-env.price * beyond / env.unit),
+        }
+        learning = replace(self.learning, entropy=self.learning.entropy / self.mu)  # for advantages are standardised
+        return ppo.update(self.policy, self.optimizer, Rollout(**flat), learning, self.generator), terms
 
 
 def states_along(problem: Problem, static: Tensor, choice: Tensor) -> Tensor:
@@ -245,5 +250,6 @@ def states_along(problem: Problem, static: Tensor, choice: Tensor) -> Tensor:
     out = []
     for action in choice:
         out.append(torch.as_tensor(state)[0])
+        env.admitted.fill_(True)  # a lagrangian plan may leave more of the budget unused than a policy may
         state, *_ = env.step(action[None])
     return torch.stack(out)

@@ -202,9 +202,8 @@ class Composed:
             else:
                 weight[:, columns] = self._unit(tensors, unit, b).to(weight)
             if m.name not in salient:
-                own = {
-                    p: tensors[name] for p in SALIENT_PARTS if (name := f"{m.name}.{GRIDS[STORED[0]].symbol}.{p}") in tensors
-                }
+                names = {p: f"{m.name}.{GRIDS[STORED[0]].symbol}.{p}" for p in SALIENT_PARTS}
+                own = {p: tensors[name].to(weight.device) for p, name in names.items() if name in tensors}
                 salient[m.name] = Salient.of(m.rows, m.columns, own)
             self.now[i] = b
         for name, kept in salient.items():

@@ -102,6 +102,8 @@ def test_pulls_come_every_so_many_steps(ready, monkeypatch):
     monkeypatch.setattr(qat, "pull_to_grid_", lambda model, alpha: pulls.append(alpha))
     tuned(monkeypatch, steps=7, pull_every=3, alpha=0.3)
     assert pulls == [0.3, 0.3]
+    tuned(monkeypatch, "default", steps=3, pull_every=None, alpha=0.2)
+    assert pulls[2:] == [0.2] * 3
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(ready, monkeypatch):
@@ -116,8 +118,47 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
             return {"loss": out["loss"] * float("nan")} if len(steps) == 4 else out
 
     monkeypatch.setattr(training, "Student", Broken)
-    with pytest.raises(UserError, match=r"the loss is nan in step 4; the last good checkpoint is .*checkpoint-2; lower"):
+    with pytest.raises(UserError, match=r"the loss is nan in step 4; the last good checkpoint is .*checkpoint-2, from"):
         tuned(monkeypatch)
+
+
+def test_a_gradient_that_is_no_number_stops_the_run_before_it_is_saved(ready, monkeypatch):
+    backward = qat._Round.backward
+    steps = []
+
+    def broken(ctx, *gradients):
+        steps.append(1)
+        found = backward(ctx, *gradients)
+        return (found[0] * float("nan"), *found[1:]) if len(steps) == 50 else found  # 14 matrices a step: in the fourth
+
+    monkeypatch.setattr(qat._Round, "backward", staticmethod(broken))
+    with pytest.raises(UserError, match=r"the gradient is nan in step 4; the last good checkpoint is .*checkpoint-2, from"):
+        tuned(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "lost", ["trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"]
+)
+def test_a_checkpoint_that_was_cut_off_while_it_was_written_is_passed_over(ready, monkeypatch, lost):
+    whole, cut = store.hash_tree(tuned(monkeypatch, "whole")[0]), [5]
+    steps = []
+
+    def bar(label):
+        def report(done, total):
+            steps.append(done)
+            if label.startswith("training") and [done] == cut:
+                cut.clear()
+                raise Cut
+
+        return report
+
+    monkeypatch.setattr(progress, "bar", bar)
+    with pytest.raises(Cut):
+        tuned(monkeypatch, "cut")
+    (store.state("finetune") / "resume" / "lagrangian" / "checkpoint-4" / lost).unlink()
+    steps.clear()
+    assert store.hash_tree(tuned(monkeypatch, "cut")[0]) == whole
+    assert 3 in steps
 
 
 def test_no_steps_no_training(ready, monkeypatch):

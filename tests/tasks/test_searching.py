@@ -84,7 +84,7 @@ def test_every_target_of_the_curriculum_has_its_own_curves(ready, monkeypatch):
     monkeypatch.setitem(STAGES, "allocate", (lambda c, job: records.append(allocate.run(c, job)), CONFIG))
     run("allocate")
     children = records[0].children
-    assert list(children) == ["ppo 3", "ppo 2.75"]
+    assert list(children) == ["ppo 0, 3 bits", "ppo 1, 2.75 bits"]
     for child in children.values():
         assert child.curves["episodes"] == [3, 6]
         assert {"policy_loss", "mu", "entropy", "kl", "clip_fraction", "explained_variance"} <= child.curves.keys()
@@ -108,8 +108,35 @@ def test_a_policy_of_other_states_is_refused(ready, monkeypatch):
     shutil.copytree(allocated(monkeypatch, "first"), "saved")
     said = store.load_json(store.Path("saved/policy.json"))
     store.save_json(store.Path("saved/policy.json"), said | {"version": 0})
-    with pytest.raises(UserError, match="was learned on states of version 0, this release's have version 1"):
+    with pytest.raises(UserError, match=r"was learned on states of version 0 .* this release's have version 1"):
         allocated(monkeypatch, "second", policy="saved/policy.safetensors")
+
+
+def test_what_is_no_policy_is_refused_in_a_sentence(ready, monkeypatch):
+    shutil.copytree(allocated(monkeypatch, "first"), "saved")
+    said = store.load_json(store.Path("saved/policy.json"))
+    said.pop("temperature")
+    store.save_json(store.Path("saved/policy.json"), said)
+    for name in ("saved/policy.safetensors", "nowhere.safetensors", "saved"):
+        with pytest.raises(UserError, match="is not a policy .* or set allocate.policy to null"):
+            allocated(monkeypatch, "second", policy=name)
+    with pytest.raises(UserError, match="lies where this stage writes; copy it"):
+        allocated(monkeypatch, "third", policy="artifacts/allocate/policy.safetensors")
+
+
+def test_a_loss_that_is_no_number_is_refused_again_when_the_stage_is_run_again(ready, monkeypatch):
+    monkeypatch.setattr(Composed, "divergence", lambda *args: float("nan"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the true loss of a plan is NaN or Inf"):
+            allocated(monkeypatch, "same")
+
+
+def test_evolution_has_as_many_true_losses_as_all_stages_of_the_curriculum(ready, monkeypatch):
+    known = []
+    search = searching.Search
+    monkeypatch.setattr(searching, "Search", lambda *args: (known.append(search(*args)), known[-1])[1])
+    rows = compared(allocated(monkeypatch, curriculum=[3.0, 2.9]))
+    assert rows["evolution"]["evaluations"] == sum(len(s.loss.known) for s in known) and len(known) == 3
 
 
 def test_units_rounded_to_nearest_are_those_that_quantize_would_write(prepared, monkeypatch):  # noqa: F811

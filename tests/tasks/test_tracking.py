@@ -34,6 +34,14 @@ def test_a_run_keeps_what_it_was_told_and_drops_what_would_break_its_page(home):
     assert (home / "mlruns" / "mlflow.db").exists()
 
 
+def test_curves_are_kept_step_by_step(home):
+    with tracking.run("allocate", {}) as opened:
+        opened.log(Record(curves={"loss": [3.0, float("inf"), 2.0], "long": [0.5] * 150}))
+    api, _ = tracking.client()
+    assert [(m.step, m.value) for m in api.get_metric_history(opened.id, "loss")] == [(0, 3.0), (2, 2.0)]
+    assert len(api.get_metric_history(opened.id, "long")) == 150
+
+
 def test_a_failed_run_stays_as_failed_with_its_log(home):
     log = home / "log.txt"
     log.write_text("what happened")

@@ -2,7 +2,6 @@ import torch
 
 from tests.windquant.test_search import BODY, KINDS, loss_of, table
 from windquant.correction import correct, features
-from windquant.grids import WIDTHS
 
 
 def any_plans(n, seed=1):
@@ -10,23 +9,16 @@ def any_plans(n, seed=1):
 
 
 def test_a_units_tents_add_up_to_one_and_are_of_its_kind():
-    f = features(BODY, 3)
-    tents = f[:, 0, :-2].view(len(BODY), len(KINDS), 3)
+    tents = features(BODY, 3).view(len(BODY), len(KINDS), 3)
     assert torch.allclose(tents.sum((1, 2)), torch.ones(len(BODY), dtype=torch.float64))
     assert all(tents[i, KINDS.index(u.matrix.kind)].sum() == 1 for i, u in enumerate(BODY))
     assert tents[0, 0].tolist() == [1, 0, 0] and tents[-1, -1].tolist() == [0, 0, 1]
-    assert torch.equal(f[:, 0, :-2], f[:, 6, :-2])
-
-
-def test_the_last_two_features_are_of_narrow_and_of_wide_widths():
-    sides = features(BODY, 3)[0, :, -2:].tolist()
-    assert sides == [[float(b < 2), float(b > 2)] for b in WIDTHS]
 
 
 def test_the_correction_finds_factors_of_features():
     """From losses that follow the model exactly, but for an offset."""
     D, f = table(), features(BODY, 3)
-    truth = 0.3 * D * (1 + f @ torch.linspace(-0.4, 0.8, f.shape[2], dtype=torch.float64))
+    truth = 0.3 * D * (1 + f @ torch.linspace(-0.4, 0.8, f.shape[1], dtype=torch.float64))[:, None]
     choices = any_plans(300)
     found = correct(D, f, choices, 3.7 + loss_of(truth)(choices))
     torch.testing.assert_close(found, truth, rtol=1e-2, atol=0)
@@ -41,7 +33,7 @@ def test_where_losses_follow_the_table_it_stands_but_for_its_scale():
 
 def test_more_noise_means_less_correction():
     D, f = table(), features(BODY, 3)
-    truth = D * (1 + f @ torch.linspace(-0.4, 0.8, f.shape[2], dtype=torch.float64))
+    truth = D * (1 + f @ torch.linspace(-0.4, 0.8, f.shape[1], dtype=torch.float64))[:, None]
     choices, noise = any_plans(40), torch.randn(20, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     losses = loss_of(truth)(choices)
 

@@ -136,6 +136,13 @@ def test_attention_is_differentiated_twice(tiny):
     assert torch.nn.functional.cosine_similarity(found, by_differences, 0) > 0.99
 
 
+def test_parameters_that_the_loss_does_not_depend_on_have_zero_curvature():
+    """As an expert's that no token calls."""
+    a, b = torch.ones(3).requires_grad_(), torch.ones(2).requires_grad_()
+    product = hessian_product(lambda: (a**3).sum(), [a, b])
+    assert product(torch.ones(5)).tolist() == [6, 6, 6, 0, 0]
+
+
 def test_a_product_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match="NaN or Inf in Lanczos step 1"):
         lanczos(lambda v: v * float("nan"), torch.ones(4), 3)

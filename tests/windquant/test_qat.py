@@ -167,6 +167,21 @@ def test_noise_is_there_in_training_alone_and_the_same_in_both_passes():
     assert 0 < clipped < 0.9
 
 
+def test_noise_spares_salient_weights():
+    packed = packed_matrix(salient=True)
+    layer = QuantizedLinear(packed).train()
+    layer.sigma = 0.5
+    noisy, kept = layer(torch.eye(120)).T, packed.salient.mask()
+    assert torch.equal(noisy[kept], packed.dequantize()[kept]) and not torch.equal(noisy, packed.dequantize())
+
+
+def test_units_at_16_bits_learn_too():
+    layer, G = of(16), torch.randn(24, 32)
+    (layer(torch.eye(32)).T * G).sum().backward()
+    torch.testing.assert_close(layer.w.grad, G.unflatten(1, (2, -1)).transpose(0, 1).contiguous())
+    assert (layer.s.grad == 0).all()
+
+
 def test_noise_has_its_deviation():
     layer = of(8)
     layer.train()

@@ -103,6 +103,23 @@ def test_the_multiplier_of_quality_rises_while_losses_are_above_their_aim(aim, r
     assert (found.rollout()["mu"] > 1) == rises
 
 
+def test_the_multiplier_of_quality_changes_what_is_learned():
+    found = [search(aim=1e-2 if mu is None else None, episodes=4, batch=4, losses=2) for mu in (None, 1.0)]
+    for s, mu in zip(found, (4.0, 0.25), strict=True):
+        s.aim, s.mu = None, mu
+        s.rollout()
+    weights = [torch.cat([p.flatten() for p in s.policy.actor.parameters()]) for s in found]
+    assert not torch.allclose(*weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2.3, 10.5, 15.5])
+def test_a_search_starts_at_any_target(bits):
+    """Where a lagrangian plan leaves more than half a percent of the budget unused, too."""
+    given = problem(bits)
+    states = states_along(given, torch.zeros(len(BODY), 11), lagrangian(given, torch.Generator()))
+    assert states.shape == (len(BODY), 15) and bool(torch.isfinite(states).all())
+
+
 def test_no_more_episodes_are_played_than_asked_for():
     found = search(episodes=6, batch=4)
     assert [found.rollout()["episodes"] for _ in range(2)] == [4, 6]
