@@ -45,7 +45,7 @@ class AllocateConfig(Target, SearchConfig, PPOConfig):
     from, of another target or another model. windows: of training text that true losses are measured on. finalists: plans to
     confirm on as many others. epsilon: nats of degradation that the multiplier of quality is steered by."""
 
-    allocator: str = "ppo"
+    allocator: str = "lagrangian"
     curriculum: list[float] = field(default_factory=lambda: [3.0, 2.5])
     policy: str | None = None
     windows: int | None = by_effort(demo=4, full=64)
