@@ -15,7 +15,7 @@ from tests.tasks.test_resume import STAGES, Cut, prepared, run, run_before  # no
 from windquant.supernet import Composed
 
 CONFIG = AllocateConfig(
-    target_bits=2.75, windows=1, episodes=6, batch=3, losses=4, curriculum=[3.0], finalists=2, explore=2.0
+    allocator="ppo", target_bits=2.75, windows=1, episodes=6, batch=3, losses=4, curriculum=[3.0], finalists=2, explore=2.0
 )
 
 
