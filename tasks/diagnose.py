@@ -47,7 +47,7 @@ def run(config: DiagnoseConfig, job: Job) -> Record:
     if config.probes:
         spectra = {}
         for name, model in _models(job):
-            spectra[name] = _spectrum(name, model, config, job)
+            spectra[name] = spectrum_of(name, model, config, job.device, job.common.seed)
             rows.append({"model": name} | spectra[name].figures())
             log.info("%s: eigenvalues %.3g to %.3g, trace %.3g, %.1f %% near zero, %.1f %% negative", name,
                      rows[-1]["lambda_min"], rows[-1]["lambda_max"], rows[-1]["trace"], 100 * rows[-1]["near_zero"],
@@ -72,18 +72,18 @@ def _models(job: Job) -> Iterator[tuple[str, Any]]:
             yield folder.name, packed.load(folder, job.device).dequantize(torch.float32)
 
 
-def _spectrum(name: str, model: Any, config: DiagnoseConfig, job: Job) -> Spectrum:
+def spectrum_of(name: str, model: Any, config: DiagnoseConfig, device: torch.device, seed: int) -> Spectrum:
+    """Of a dense model's loss on validation text, for the quantized matrices of one block."""
     ids = store.load_tensors(store.path("prepare") / "windows" / "validation.safetensors")["ids"]
-    ids = ids[: config.windows, : config.tokens].long().to(job.device)
+    ids = ids[: config.windows, : config.tokens].long().to(device)
     prefix, found = blocks.decoder_blocks(model)
     block = len(found) // 2 if config.block is None else min(config.block, len(found) - 1)
-    parameters = [
-        layer.weight.requires_grad_() for layer in blocks.linears(model.get_submodule(f"{prefix}.{block}")).values()
-    ]
+    layers = blocks.linears(model.get_submodule(f"{prefix}.{block}"))
+    parameters = [layer.weight.requires_grad_() for layer in layers.values()]
     size = sum(p.numel() for p in parameters)
     settings = HessianConfig(config.probes or 1, config.steps, config.near_zero)
-    generator = torch.Generator(job.device).manual_seed(job.common.seed)
     product = hessian.hessian_product(_loss(model, ids), parameters)
+    generator = torch.Generator(device).manual_seed(seed)
     return hessian.spectrum(product, size, settings, generator, progress.bar(f"spectrum of {name}"))
 
 

@@ -69,6 +69,9 @@ def run(config: QuantizeConfig, job: Job) -> Record:
     record, counts = Record(), {}
     for file in sorted(store.path("allocate").glob("*.parquet")):
         plan = plans.load_plan(file)
+        if config.treatment == "reconstruction" and plan.header["allocator"] in ("ppo", "evolution"):
+            log.warning("plan %s was searched on composed units; after reconstruction lagrangian's plans have been better "
+                        "(benchmarks/LOG.md), which `compare` will tell", file.stem)  # fmt: skip
         began = time.monotonic()
         counts[file.stem] = _quantize(source, plan, job.out / file.stem, config, job)
         record.extra.setdefault("seconds", {})[file.stem] = time.monotonic() - began

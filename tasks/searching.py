@@ -182,7 +182,7 @@ class Searching:
                 f"on, and there are {len(ids)}; lower it, or bring more text"
             )
         picked = ids[torch.randperm(len(ids), generator=self.job.generator())[: 2 * wanted]].split(wanted)
-        net = Composed(model, self.table.body, _units)
+        net = Composed(model, self.table.body, units_of)
         references = [list(net.log_probabilities(w)) for w in picked]
         made = zip(("losses", "losses-other"), picked, references, strict=True)
         first, second = (self._kept(name, net, windows, reference) for name, windows, reference in made)
@@ -248,7 +248,7 @@ def load_policy(file: Path) -> tuple[Policy, Standard]:
     return policy, Standard(tensors["standard.mean"], tensors["standard.std"])
 
 
-def _units(block: int) -> dict[str, Tensor]:
+def units_of(block: int) -> dict[str, Tensor]:
     """Of the supernet, mapped from its file."""
     file = store.path("supernet") / f"block-{block}.safetensors"
     with safe_open(file, "pt") as f:

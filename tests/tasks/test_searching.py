@@ -146,7 +146,7 @@ def test_units_rounded_to_nearest_are_those_that_quantize_would_write(prepared, 
     monkeypatch.setitem(STAGES, "quantize", (quantize.run, QuantizeConfig("rounding", check_tokens=16)))
     folder = run("quantize") / "ppo"
     plan = plans.load_plan(folder / "plan.parquet")
-    net = Composed(models.reference(store.path("prepare") / "model", torch.device("cpu")), plan.body, searching._units)
+    net = Composed(models.reference(store.path("prepare") / "model", torch.device("cpu")), plan.body, searching.units_of)
     net.set(plan.bits)
     loaded = packed.load(folder, torch.device("cpu")).dequantize()
     for name in net.layers:
