@@ -131,7 +131,9 @@ class Bench:
         else:
             config = ReconstructConfig(STEPS, BATCH) if treatment == "reconstruction" else None
             walk = models.walk(store.path("prepare") / "model", torch.device("cpu"))
-            engine = Engine(walk, plan.of, self.chunk, config, seed, Memory(), "plan", print, Protector(plan.protection))
+            engine = Engine(
+                walk, plan.of, self.chunk, config, seed, store.Memory(), "plan", print, Protector(plan.protection)
+            )
             for block in engine.run(self.ids, progress.bar(f"{treatment}, {plan.effective_bits:.3f} bits")):
                 for name, packed in block.items():
                     self.dense.set(name, packed.dequantize())
@@ -151,19 +153,3 @@ class Bench:
 
 def _batch(window: Tensor) -> dict[str, Tensor]:
     return {"input_ids": window[None], "attention_mask": torch.ones_like(window[None])}
-
-
-class Memory:
-    """A scratch store that keeps nothing after the process."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, dict[str, Tensor]] = {}
-
-    def has(self, name: str) -> bool:
-        return name in self._kept
-
-    def get(self, name: str) -> dict[str, Tensor]:
-        return self._kept[name]
-
-    def put(self, name: str, tensors: dict[str, Tensor]) -> None:
-        self._kept[name] = tensors

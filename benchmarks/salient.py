@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import Bench, Memory
+from benchmarks.engine import Bench
 from tasks import models, plans, sensitivity, store
 from tasks.statistics import Protector
 from windquant.allocate import Problem, lagrangian
@@ -42,7 +42,7 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
 def _table(base: plans.Table, mode: Mode, share: float) -> plans.Table:
     walk = models.walk(store.path("prepare") / "model", torch.device("cpu"))
     protector, label = Protector(protection(mode, share)), f"distortions with {share:.1%} in INT8 ({mode})"
-    found = sensitivity.of_units(walk, base.header["chunk_size"], protector, Memory(), label)
+    found = sensitivity.of_units(walk, base.header["chunk_size"], protector, store.Memory(), label)
     header = base.header | {"salient": mode, "salient_share": share}
     return replace(base, D=found["D"], header=header, salient=found["salient"].tolist())
 

@@ -145,3 +145,19 @@ class Scratch:
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Memory:
+    """A scratch store that keeps nothing after the process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[str, Tensor]] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self._kept
+
+    def get(self, name: str) -> dict[str, Tensor]:
+        return self._kept[name]
+
+    def put(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self._kept[name] = tensors

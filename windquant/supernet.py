@@ -230,10 +230,9 @@ class Composed:
             yield logits.float().log_softmax(-1)
 
     @torch.no_grad()
-    def divergence(self, bits: Sequence[float], windows: Tensor, reference: Sequence[Tensor]) -> float:
-        """Mean KL(reference || this model under a plan), nats a token. reference: what `log_probabilities` of the windows
-        gave, before any plan was set."""
-        self.set(bits)
+    def divergence(self, windows: Tensor, reference: Sequence[Tensor]) -> float:
+        """Mean KL(reference || this model as it is), nats a token. reference: what `log_probabilities` of the windows gave,
+        before any plan was set."""
         total = 0.0
         for logp, kept in zip(self.log_probabilities(windows), reference, strict=True):
             expected = kept.to(logp)

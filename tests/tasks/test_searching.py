@@ -12,6 +12,7 @@ from tasks.quantize import QuantizeConfig
 from tasks.searching import AllocateConfig
 from tasks.supernet import SupernetConfig
 from tests.tasks.test_resume import STAGES, Cut, prepared, run, run_before  # noqa: F401
+from windquant.evaluate import score
 from windquant.supernet import Composed
 
 CONFIG = AllocateConfig(
@@ -56,6 +57,21 @@ def test_the_plan_asked_for_the_one_to_beat_and_the_uniform_one_are_written(read
         plan = plans.load_plan(out / f"{name}.parquet")
         assert plan.header["allocator"] == name and 0.98 * 2.75 < plan.effective_bits <= 2.75
         assert store.load_json(out / "summary.json")["chosen"] == name
+
+
+def test_true_losses_after_error_feedback_are_those_of_the_checkpoint(ready, monkeypatch):
+    out = allocated(monkeypatch, loss="feedback", curriculum=[], episodes=3, losses=2)
+    rows = compared(out)
+    shutil.copytree(out, store.path("allocate"))
+    monkeypatch.setitem(STAGES, "quantize", (quantize.run, QuantizeConfig("feedback", check_tokens=16)))
+    folder = run("quantize")
+    ids = store.load_tensors(store.path("prepare") / "windows" / "train.safetensors")["ids"].long()
+    picked = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[:1]]
+    reference = models.reference(store.path("prepare") / "model", torch.device("cpu"))
+    for name in ("uniform", "lagrangian"):
+        loaded = packed.load(folder / name, torch.device("cpu"))
+        expected = score(loaded, picked, picked.shape[1], reference).kl
+        assert rows[name]["kl"] == pytest.approx(expected, rel=0.05)  # in bfloat16 where the machine has it
 
 
 def test_a_search_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
