@@ -131,9 +131,8 @@ class Bench:
         else:
             config = ReconstructConfig(STEPS, BATCH) if treatment == "reconstruction" else None
             walk = models.walk(store.path("prepare") / "model", torch.device("cpu"))
-            engine = Engine(
-                walk, plan.of, self.chunk, config, seed, store.Memory(), "plan", print, Protector(plan.protection)
-            )
+            memory, protect = store.Memory(), Protector(plan.protection)
+            engine = Engine(walk, plan.of, self.chunk, config, seed, memory, "plan", print, protect)
             for block in engine.run(self.ids, progress.bar(f"{treatment}, {plan.effective_bits:.3f} bits")):
                 for name, packed in block.items():
                     self.dense.set(name, packed.dequantize())

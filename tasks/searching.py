@@ -44,10 +44,10 @@ POLICY = {"version": 1, "static": list(STATIC), "context": list(CONTEXT)}
 @dataclass(frozen=True)
 class AllocateConfig(Target, SearchConfig, PPOConfig):
     """Of `Target`, and of the searches (`SearchConfig`, `PPOConfig`). allocator: a name of `allocate.ALLOCATORS`, or `ppo`
-    or `evolution`. loss: of plans `composed` of the supernet's units, or after error `feedback`. curriculum: targets that PPO
-    learns before its own. policy: a saved one to start from, of another target or another model. windows: of training text
-    that true losses are measured on. finalists: plans to confirm on as many others. epsilon: nats of degradation that the
-    multiplier of quality is steered by."""
+    or `evolution`. loss: of plans `composed` of the supernet's units, or after error `feedback`. curriculum: targets that
+    PPO learns before its own. policy: a saved one to start from, of another target or another model. windows: of training
+    text that true losses are measured on. finalists: plans to confirm on as many others. epsilon: nats of degradation that
+    the multiplier of quality is steered by."""
 
     allocator: str = "lagrangian"
     loss: Literal["composed", "feedback"] = "composed"

@@ -44,10 +44,12 @@ def hessian_product(loss: Callable[[], Tensor], parameters: Sequence[Tensor]) ->
     def product(v: Tensor) -> Tensor:
         parts = [part.view_as(p) for part, p in zip(v.split(sizes), parameters, strict=True)]
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            unused = {"allow_unused": True, "materialize_grads": True}  # an expert that no token calls
-            gradients = torch.autograd.grad(loss(), list(parameters), create_graph=True, **unused)
+            # Unused is what belongs to an expert that no token calls.
+            gradients = torch.autograd.grad(
+                loss(), list(parameters), create_graph=True, allow_unused=True, materialize_grads=True
+            )
             along = torch.stack([(g * part.to(g)).sum() for g, part in zip(gradients, parts, strict=True)]).sum()
-            found = torch.autograd.grad(along, list(parameters), **unused)
+            found = torch.autograd.grad(along, list(parameters), allow_unused=True, materialize_grads=True)
         return torch.cat([f.detach().flatten() for f in found]).to(v)
 
     return product
