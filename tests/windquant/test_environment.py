@@ -75,13 +75,14 @@ def test_a_masked_width_is_refused():
         env.step([6])
 
 
-def test_step_rewards_add_up_to_the_priced_distortion_of_the_plan():
+def test_step_rewards_add_up_to_what_the_plan_costs_beyond_the_best_at_that_price():
     given = problem()
     env = environment(given)
     rewards, info = play(env, at_random(3))
     for e, choice in enumerate(torch.as_tensor(info["choice"])):
-        beyond = given.size(choice) - int(given.B[:, TWO].sum())
-        assert float(-rewards[:, e].sum() * env.unit) == pytest.approx(given.distortion(choice) + 1e-3 * beyond)
+        best = (given.D.double() + 1e-3 * given.B).amin(1).sum()
+        cost = given.distortion(choice) + 1e-3 * given.size(choice)
+        assert float(-rewards[:, e].sum() * env.unit) == pytest.approx(cost - float(best))
 
 
 def test_the_multiplier_of_quality_weighs_distortions_against_bits():
