@@ -188,13 +188,14 @@ class Searching:
             )
         picked = ids[torch.randperm(len(ids), generator=self.job.generator())[: 2 * wanted]].split(wanted)
         net = Composed(model, self.table.body, units_of)
-        references = [list(net.log_probabilities(w)) for w in picked]
-        made = zip(("losses", "losses-other"), picked, references, strict=True)
-        first, second = (self._kept(name, net, windows, reference) for name, windows, reference in made)
-        return first, second
+        texts = [(w, list(net.log_probabilities(w))) for w in picked]
+        both = [self._kept(name, net, texts, i) for i, name in enumerate(("losses", "losses-other"))]
+        self._both = both
+        return both[0], both[1]
 
-    def _kept(self, name: str, net: Composed, windows: Tensor, reference: list[Tensor]) -> Counted:
-        """Losses that survive an interruption."""
+    def _kept(self, name: str, net: Composed, texts: list[tuple[Tensor, list[Tensor]]], own: int) -> Counted:
+        """Losses on one of the texts, that survive an interruption. Error feedback takes so long that a plan is measured on
+        both texts at once."""
 
         @torch.no_grad()
         def measure(choices: Tensor) -> Tensor:
@@ -205,13 +206,13 @@ class Searching:
                     net.set([WIDTHS[c] for c in choice.tolist()])
                 else:
                     self._treat(net, choice)
-                found.append(net.divergence(windows, reference))
-                if not math.isfinite(found[-1]):
-                    raise InputError(
-                        "the true loss of a plan is NaN or Inf: check the model's weights and the training text"
-                    )
-                counted.known[key(choice)] = found[-1]
-                self.job.scratch.put(name, counted.state())
+                for i, (windows, reference) in enumerate(texts):
+                    if i == own or self.config.loss == "feedback":
+                        self._both[i].known[key(choice)] = _finite(net.divergence(windows, reference))
+                found.append(self._both[own].known[key(choice)])
+                for kept, losses in zip(("losses", "losses-other"), self._both, strict=True):
+                    if losses.known:
+                        self.job.scratch.put(kept, losses.state())
             return torch.tensor(found, dtype=torch.float64)
 
         counted = Counted(measure)
@@ -249,6 +250,12 @@ class Searching:
         self.origin = f"-{store.hash_file(file)[:16]}"  # DVC does not track the file
         self.static = self.standard(static_state(self.table.body, self.table.D, self.table.features))
         return policy
+
+
+def _finite(loss: float) -> float:
+    if not math.isfinite(loss):
+        raise InputError("the true loss of a plan is NaN or Inf: check the model's weights and the training text")
+    return loss
 
 
 def load_policy(file: Path) -> tuple[Policy, Standard]:

@@ -60,8 +60,11 @@ def test_the_plan_asked_for_the_one_to_beat_and_the_uniform_one_are_written(read
 
 
 def test_true_losses_after_error_feedback_are_those_of_the_checkpoint(ready, monkeypatch):
+    treated, treat = [], searching.Searching._treat
+    monkeypatch.setattr(searching.Searching, "_treat", lambda self, net, c: (treated.append(c), treat(self, net, c))[1])
     out = allocated(monkeypatch, loss="feedback", curriculum=[], episodes=3, losses=2)
     rows = compared(out)
+    assert len({searching.key(c) for c in treated}) == len(treated)  # for both texts at once
     shutil.copytree(out, store.path("allocate"))
     monkeypatch.setitem(STAGES, "quantize", (quantize.run, QuantizeConfig("feedback", check_tokens=16)))
     folder = run("quantize")
