@@ -77,7 +77,7 @@ def run(config: FinetuneConfig, job: Job) -> Record:
     reference = models.reference(store.path("prepare") / "model", job.device)
     model = packed.load(source, job.device)
     quantization = model.hf_quantizer.quantization_config.quantization
-    _replace_layers(model, quantization)
+    _replace_layers(model, quantization, reference)
     ids = _windows("validation")[: config.eval_windows]
     before = _score(model, ids, reference, "before")
     teacher = reference.bfloat16() if compute_fast(job.device) else reference
@@ -105,14 +105,14 @@ def _windows(split: str) -> torch.Tensor:
     return store.load_tensors(store.path("prepare") / "windows" / f"{split}.safetensors")["ids"].long()
 
 
-def _replace_layers(model: Any, quantization: checkpoint.Quantization) -> None:
-    """Layers to train in the place of packed ones."""
+def _replace_layers(model: Any, quantization: checkpoint.Quantization, reference: Any) -> None:
+    """Layers to train in the place of packed ones, as near to the reference's as the checkpoint's codes allow."""
     for name, (rows, columns, symbols) in quantization.plan.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, PackedLinear)
         matrix = PackedMatrix(rows, columns, quantization.chunk_size, symbols, layer.codes, layer.scale, layer.span,
                               layer.salient)  # fmt: skip
-        model.set_submodule(name, qat.QuantizedLinear(matrix, layer.bias))
+        model.set_submodule(name, qat.QuantizedLinear(matrix, layer.bias, reference.get_submodule(name).weight))
 
 
 def _score(model: Any, ids: torch.Tensor, reference: Any, when: str) -> Scores:

@@ -32,12 +32,14 @@ TINY = 2.0**-120
 
 class QuantizedLinear(nn.Module):
     """nn.Linear that multiplies with Q(w), started from a packed matrix: as long as nothing was learned, Q(w) is that matrix
-    bit for bit. Parameters `w` and `s`, of 16-bit units without a meaning for s; salient weights are held. sigma: of the
-    noise in training mode."""
+    bit for bit. like: the reference's weights (rows, columns), to which w starts as near as its codes allow. Parameters `w`
+    and `s`, of 16-bit units without a meaning for s; salient weights are held. sigma: of the noise in training mode."""
 
-    def __init__(self, packed: PackedMatrix, bias: Tensor | None = None) -> None:
+    def __init__(self, packed: PackedMatrix, bias: Tensor | None = None, like: Tensor | None = None) -> None:
         super().__init__()
         self.latent = Latent.of_packed(packed)
+        if like is not None:
+            self.latent.approach_(like)
         self.chunk_size, self.salient = packed.chunk_size, packed.salient
         self.in_features, self.out_features = packed.columns, packed.rows
         self.w = nn.Parameter(self.latent.w)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasks import finetune, packed, plans, progress, store
+from tasks import finetune, models, packed, plans, progress, store
 from tasks.errors import UserError
 from tasks.finetune import FinetuneConfig
 from tests.tasks.test_resume import STAGES, Cut, prepared, protecting, run, run_before  # noqa: F401
@@ -170,7 +170,8 @@ def test_a_checkpoint_of_another_plan_is_refused(ready, monkeypatch):
     from tasks.training import Student
 
     model = packed.load(store.path("quantize") / "lagrangian", torch.device("cpu"))
-    finetune._replace_layers(model, model.hf_quantizer.quantization_config.quantization)
+    reference = models.reference(store.path("prepare") / "model", torch.device("cpu"))
+    finetune._replace_layers(model, model.hf_quantizer.quantization_config.quantization, reference)
     student = Student(model, None, 0.0)
     state = dict(student.state_dict())
     state.pop(next(iter(state)))

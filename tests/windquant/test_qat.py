@@ -37,6 +37,16 @@ def test_before_anything_is_learned_it_is_the_packed_matrix_bit_for_bit(salient)
 
 
 @pytest.mark.parametrize("salient", [False, True])
+def test_started_near_other_weights_it_is_still_the_packed_matrix(salient):
+    packed, like = packed_matrix(salient=salient), torch.randn(24, 120)
+    layer, plain = QuantizedLinear(packed, like=like), QuantizedLinear(packed)
+    assert torch.equal(layer.weight, packed.dequantize())
+    wanted = layer.latent._units(like)
+    nearer, before = (layer.w - wanted).abs(), (plain.w - wanted).abs()
+    assert (nearer <= before + 0.05).all() and nearer.mean() < 0.9 * before.mean()  # a hundredth of a step is kept away
+
+
+@pytest.mark.parametrize("salient", [False, True])
 def test_what_it_computes_with_is_what_it_packs(salient):
     layer = QuantizedLinear(packed_matrix(salient=salient))
     with torch.no_grad():
