@@ -17,13 +17,12 @@ from torch import Tensor
 from benchmarks.engine import ALL_TWO, Bench
 from tasks import plans, store
 from tasks.job import Job, Record
-from tasks.searching import Searching
+from tasks.searching import SEARCHES, Searching
 from tasks.settings import load as load_params
 from windquant import units
 
 TARGETS = (2.25, 2.0)
 TREATMENTS = ("rounding", "feedback", "reconstruction")
-SEARCHES = ("ppo", "evolution")
 WAYS = ("uniform", "random", "sensitivity-rank", "lagrangian", *SEARCHES)
 
 

@@ -20,7 +20,7 @@ from tasks.job import Job, Record
 from tasks.quantize import summary
 from windquant import checkpoint, qat
 from windquant.engine import compute_fast
-from windquant.errors import above_zero
+from windquant.errors import above_zero, between_0_and_1
 from windquant.evaluate import Scores, score
 from windquant.layers import PackedLinear, unpacked
 from windquant.quantize import PackedMatrix
@@ -55,9 +55,7 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         above_zero(self, "batch", "accumulate", "lr", "save_every", "eval_windows", "check_tokens")
-        for name in ("distill", "alpha", "warmup"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name):g} is not between 0 and 1")
+        between_0_and_1(self, "distill", "alpha", "warmup")
         for name in ("steps", "pull_every", "sigma"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} {getattr(self, name):g} is negative")

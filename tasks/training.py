@@ -6,7 +6,6 @@ several have not been tried.
 """
 
 import json
-import logging
 import math
 import shutil
 from pathlib import Path
@@ -25,7 +24,6 @@ from windquant import qat
 from windquant.calibrate import Report
 from windquant.engine import compute_fast
 
-log = logging.getLogger("windquant")
 STATE, PARTS = "trainer_state.json", ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 """Of a checkpoint of Trainer's."""
 

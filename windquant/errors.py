@@ -15,6 +15,13 @@ def above_zero(config: object, *names: str) -> None:
             raise InputError(f"{name} {getattr(config, name):g} is not above 0")
 
 
+def between_0_and_1(config: object, *names: str) -> None:
+    """Raises InputError unless these fields of a config are, both ends among them."""
+    for name in names:
+        if not 0 <= getattr(config, name) <= 1:
+            raise InputError(f"{name} {getattr(config, name):g} is not between 0 and 1")
+
+
 @contextmanager
 def about(what: str) -> Iterator[None]:
     """An InputError raised inside begins with what it is about."""

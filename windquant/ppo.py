@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windquant.errors import InputError, above_zero
+from windquant.errors import above_zero, between_0_and_1
 from windquant.grids import WIDTHS
 
 
@@ -40,9 +40,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         above_zero(self, "epochs", "lr", "clip", "minibatch", "target_kl", "temperature")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} {getattr(self, name):g} is not between 0 and 1")
+        between_0_and_1(self, "gamma", "lam")
 
 
 class Policy(nn.Module):

@@ -69,8 +69,8 @@ def test_the_first_steps_loss_is_that_of_the_quantized_checkpoint(ready, monkeyp
     assert record.curves["loss"][0] == pytest.approx(seen[0], rel=1e-3)
 
 
-def test_training_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
-    whole = store.hash_tree(tuned(monkeypatch, "whole")[0])
+def cut_in_step_5(monkeypatch):
+    """Training that ends there; the steps reported so far, and from now on."""
     steps, cut = [], [5]
 
     def bar(label):
@@ -86,6 +86,12 @@ def test_training_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
     monkeypatch.setattr(progress, "bar", bar)
     with pytest.raises(Cut):
         tuned(monkeypatch, "cut")
+    return steps
+
+
+def test_training_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
+    whole = store.hash_tree(tuned(monkeypatch, "whole")[0])
+    steps = cut_in_step_5(monkeypatch)
     assert store.hash_tree(tuned(monkeypatch, "cut")[0]) == whole
     assert steps == [1, 2, 3, 4, 5, 5, 6]  # from the checkpoint of step 4
 
@@ -140,21 +146,8 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_it_is_saved(ready, mo
     "lost", ["trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"]
 )
 def test_a_checkpoint_that_was_cut_off_while_it_was_written_is_passed_over(ready, monkeypatch, lost):
-    whole, cut = store.hash_tree(tuned(monkeypatch, "whole")[0]), [5]
-    steps = []
-
-    def bar(label):
-        def report(done, total):
-            steps.append(done)
-            if label.startswith("training") and [done] == cut:
-                cut.clear()
-                raise Cut
-
-        return report
-
-    monkeypatch.setattr(progress, "bar", bar)
-    with pytest.raises(Cut):
-        tuned(monkeypatch, "cut")
+    whole = store.hash_tree(tuned(monkeypatch, "whole")[0])
+    steps = cut_in_step_5(monkeypatch)
     (store.state("finetune") / "resume" / "lagrangian" / "checkpoint-4" / lost).unlink()
     steps.clear()
     assert store.hash_tree(tuned(monkeypatch, "cut")[0]) == whole
