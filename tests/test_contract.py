@@ -70,7 +70,10 @@ def test_imports_run_from_flows_to_tasks_to_windquant(file):
         ("mlflow", {"tasks/tracking.py"}),
         ("lm_eval", {"tasks/harness.py"}),
         ("prefect", {"tasks/stage.py", "flows/pipeline.py"}),
-        ("transformers", {"tasks/models.py", "tasks/prepare.py", "tasks/training.py", "windquant/plugin.py"}),
+        (
+            "transformers",
+            {"benchmarks/winq.py", "tasks/models.py", "tasks/prepare.py", "tasks/training.py", "windquant/plugin.py"},
+        ),
     ],
 )
 def test_each_library_has_its_home(library, homes):

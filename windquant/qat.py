@@ -7,14 +7,18 @@ ParetoQ's quantizers and straight-through gradients (arXiv 2502.02631), and what
             small scales of 8 bits)
 
 WinQ's public code computes alpha W + (1 - alpha) Q(W); ours follows the paper. The scales' gradient is LSQ's, times
-1 / sqrt(n Q_p) with n the columns of a unit and Q_p its grid's outermost level in steps. Scales are rounded to their eight
-bits before anything is computed with them, straight through, so what is trained is what is stored.
+1 / sqrt(n Q_p) with n the columns of a unit and Q_p its grid's outermost level in steps; it is taken to their logarithms,
+which are what learns, so that one rate is right for the small scales of wide grids and the large ones of narrow grids.
+Scales are rounded to their eight bits before anything is computed with them, straight through, so what is trained is what
+is stored.
 
 Nothing of the weights' size is kept for the backward pass but the weights: rounding, and the noise from its seed, are done
-again. Notation as in `reconstruct`: w (units, rows, columns of a unit) latent weights, s (units, rows) scales.
+again. Notation as in `reconstruct`: w (units, rows, columns of a unit) latent weights, s (units, rows) scales, log their
+logarithms to the base 2.
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +37,7 @@ TINY = 2.0**-120
 class QuantizedLinear(nn.Module):
     """nn.Linear that multiplies with Q(w), started from a packed matrix: as long as nothing was learned, Q(w) is that matrix
     bit for bit. like: the reference's weights (rows, columns), to which w starts as near as its codes allow. Parameters `w`
-    and `s`, of 16-bit units without a meaning for s; salient weights are held. sigma: of the noise in training mode."""
+    and `log`, of 16-bit units without a meaning for log; salient weights are held. sigma: of the noise in training mode."""
 
     def __init__(self, packed: PackedMatrix, bias: Tensor | None = None, like: Tensor | None = None) -> None:
         super().__init__()
@@ -43,7 +47,7 @@ class QuantizedLinear(nn.Module):
         self.chunk_size, self.salient = packed.chunk_size, packed.salient
         self.in_features, self.out_features = packed.columns, packed.rows
         self.w = nn.Parameter(self.latent.w)
-        self.s = nn.Parameter(self.latent.log.exp2())
+        self.log = nn.Parameter(self.latent.log)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.sigma, self.seed = 0.0, 0
 
@@ -52,18 +56,23 @@ class QuantizedLinear(nn.Module):
         if noisy:
             self.seed = int(torch.randint(2**62, ()))
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        return F.linear(x.to(dtype), _Round.apply(self.w, self.s, self, dtype, noisy, self.seed), self.bias)
+        return F.linear(x.to(dtype), _Round.apply(self.w, self.log, self, dtype, noisy, self.seed), self.bias)
 
     @property
     def weight(self) -> Tensor:
         """Q(w), (rows, columns): for code that looks at a layer's dtype, device or values."""
         with torch.no_grad():
-            return self.view(self.w, self.s).quantize()
+            return self.view(self.w, self.log).quantize()
 
-    def view(self, w: Tensor, s: Tensor) -> Latent:
+    @property
+    def s(self) -> Tensor:
+        """The scales, before they are rounded to their eight bits."""
+        return self.log.detach().exp2()
+
+    def view(self, w: Tensor, log: Tensor) -> Latent:
         """The latent with these weights and scales."""
         own = copy.copy(self.latent)
-        own.w, own.log = w.detach(), s.detach().clamp_min(TINY).log2()
+        own.w, own.log = w.detach(), log.detach()
         for name, value in vars(own).items():
             if isinstance(value, Tensor) and value.device != w.device:
                 setattr(own, name, value.to(w.device))
@@ -72,36 +81,36 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def pull_to_grid_(self, alpha: float) -> None:
         """w <- (1 - alpha) w + alpha Q(w): alpha 0 does nothing, alpha 1 puts the weights on the grid."""
-        for _, part in self.view(self.w, self.s).parts():
+        for _, part in self.view(self.w, self.log).parts():
             part.w.lerp_(part.rounding(), alpha)
 
     @torch.no_grad()
     def packed(self) -> PackedMatrix:
         """As a checkpoint holds it: the sizes are those of the matrix it was started from."""
-        return pack_matrix(self.view(self.w, self.s).rounded(), self.chunk_size, self.salient)[0]
+        return pack_matrix(self.view(self.w, self.log).rounded(), self.chunk_size, self.salient)[0]
 
 
 class _Round(torch.autograd.Function):
-    """(w, s) -> Q(w + U), (rows, columns) in the dtype of the products."""
+    """(w, log) -> Q(w + U), (rows, columns) in the dtype of the products."""
 
     @staticmethod
     def forward(
-        ctx: Any, w: Tensor, s: Tensor, layer: QuantizedLinear, dtype: torch.dtype, sigma: float, seed: int
+        ctx: Any, w: Tensor, log: Tensor, layer: QuantizedLinear, dtype: torch.dtype, sigma: float, seed: int
     ) -> Tensor:
-        ctx.save_for_backward(w, s)
+        ctx.save_for_backward(w, log)
         ctx.layer, ctx.noise = layer, (sigma, seed)
         out = torch.empty(layer.out_features, len(w) * w.shape[2], dtype=dtype, device=w.device)
-        for columns, part in _noisy(layer.view(w, s), sigma, seed):
+        for columns, part in _noisy(layer.view(w, log), sigma, seed):
             own = part.rounding().transpose(0, 1).flatten(1)
             out[:, columns.start : columns.start + own.shape[1]] = own
         return out[:, : layer.in_features].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        w, s = ctx.saved_tensors
-        latent = ctx.layer.view(w, s)
+        w, log = ctx.saved_tensors
+        latent = ctx.layer.view(w, log)
         G = latent._units(gradients[0])
-        of_w, of_s = torch.empty_like(w), torch.empty_like(s)
+        of_w, of_log = torch.empty_like(w), torch.empty_like(log)
         at = 0
         for _, part in _noisy(latent, *ctx.noise):
             own = slice(at, at := at + len(part.w))
@@ -109,9 +118,9 @@ class _Round(torch.autograd.Function):
             of_w[own], of_d = part.gradients(G[own], part.y(d))
             n = torch.tensor(part.widths, dtype=torch.float32, device=w.device)[:, None]
             outermost = torch.maximum(part.o.abs(), part.top + part.o).clamp_min(0.5)[..., 0]
-            of_s[own] = (of_d * part.step)[..., 0] / (n * outermost).sqrt()
-            of_s[own].masked_fill_(part.exact[..., 0], 0.0)
-        return of_w, of_s, None, None, None, None
+            of_s = (of_d * part.step)[..., 0] / (n * outermost).sqrt()
+            of_log[own] = (of_s * log[own].exp2() * math.log(2)).masked_fill_(part.exact[..., 0], 0.0)
+        return of_w, of_log, None, None, None, None
 
 
 def _noisy(latent: Latent, sigma: float, seed: int) -> Iterator[tuple[slice, Latent]]:

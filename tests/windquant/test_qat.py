@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -23,6 +24,11 @@ def packed_matrix(bits=MIXED, columns=120, rows=24, salient=False, seed=0):
 
 def of(bits, **options):
     return QuantizedLinear(packed_matrix([bits] * 2, 32, **options))
+
+
+def of_scales(layer):
+    """The gradient of the scales, from that of their logarithms."""
+    return layer.log.grad / (layer.s * math.log(2))
 
 
 @pytest.mark.parametrize("salient", [False, True])
@@ -54,7 +60,7 @@ def test_what_it_computes_with_is_what_it_packs(salient):
         layer.w += 0.3 * torch.randn_like(layer.w)
         for w, old, places in zip(layer.w, before, layer.latent.held or (), strict=False):
             w.view(-1)[places] = old.view(-1)[places]
-        layer.s *= 1 + 0.1 * torch.rand_like(layer.s)
+        layer.log += 0.1 * torch.rand_like(layer.log)
     packed = layer.packed()
     torch.testing.assert_close(layer.weight, packed.dequantize(), rtol=0, atol=0)
     assert packed.sizes() == packed_matrix(salient=salient).sizes()
@@ -90,14 +96,14 @@ def test_gradients_of_scales_are_lsqs(bits):
         layer.w += 0.1 * torch.randn_like(layer.w)
         layer.w[1, 2, 3] = 1000.0
     (layer(torch.eye(32)).T * G).sum().backward()
-    s = layer.s.detach()[..., None]
+    s = layer.s[..., None]
     w, Q = layer.w.detach(), layer.weight.unflatten(1, (2, -1)).transpose(0, 1)
     at = w / s
     low, high = grid.offset - grid.step / 2, grid.offset + grid.step * (grid.levels - 0.5)
     inside = (at > low) & (at < high)
     outermost = max(abs(grid.offset), abs(grid.offset + grid.step * (grid.levels - 1))) / grid.step
     of_s = (Q / s - torch.where(inside, at, 0.0)) * G.unflatten(1, (2, -1)).transpose(0, 1)
-    torch.testing.assert_close(layer.s.grad, of_s.sum(-1) / (CHUNK * outermost) ** 0.5, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(of_scales(layer), of_s.sum(-1) / (CHUNK * outermost) ** 0.5, rtol=2e-2, atol=2e-2)
 
 
 def test_where_rounding_is_smooth_the_scales_gradient_is_that_of_finite_differences():
@@ -106,14 +112,14 @@ def test_where_rounding_is_smooth_the_scales_gradient_is_that_of_finite_differen
     with torch.no_grad():
         layer.w.fill_(1000.0)
     layer(torch.ones(1, 32)).sum().backward()
-    before, s = layer.weight, layer.s.detach().clone()
+    before, s, gradient = layer.weight, layer.s, of_scales(layer)
     with torch.no_grad():
-        layer.s.mul_(1.2)
-    moved = (layer.weight - before).unflatten(1, (2, -1)).sum(-1).T / (layer.s.detach() - s)
+        layer.log += math.log2(1.2)
+    moved = (layer.weight - before).unflatten(1, (2, -1)).sum(-1).T / (layer.s - s)
     codes = layer.latent.codes_of_scales()
     free = (codes > 10) & (codes < 150)  # inside their stored range, before and after
     assert free.any()
-    torch.testing.assert_close((layer.s.grad * (CHUNK * 1.5) ** 0.5)[free], moved[free], rtol=0.1, atol=0)
+    torch.testing.assert_close((gradient * (CHUNK * 1.5) ** 0.5)[free], moved[free], rtol=0.1, atol=0)
 
 
 def test_salient_weights_take_no_gradient():
@@ -168,7 +174,7 @@ def test_noise_is_there_in_training_alone_and_the_same_in_both_passes():
     first = layer(x)
     first.sum().backward()
     assert not torch.equal(first, quiet)
-    once, layer.w.grad, layer.s.grad = layer.w.grad, None, None
+    once, layer.w.grad, layer.log.grad = layer.w.grad, None, None
     torch.manual_seed(3)
     second = layer(x)
     second.sum().backward()
@@ -189,7 +195,7 @@ def test_units_at_16_bits_learn_too():
     layer, G = of(16), torch.randn(24, 32)
     (layer(torch.eye(32)).T * G).sum().backward()
     torch.testing.assert_close(layer.w.grad, G.unflatten(1, (2, -1)).transpose(0, 1).contiguous())
-    assert (layer.s.grad == 0).all()
+    assert (layer.log.grad == 0).all()
 
 
 def test_noise_has_its_deviation():

@@ -1,0 +1,171 @@
+"""WinQ against plain quantization-aware training: same start, data, schedule and steps.
+
+A small LLaMA is pretrained on the training articles with a tokenizer of its own, then trained on at one width everywhere,
+one scale a row of a unit: `plain` (ParetoQ), `pull` and `noise` alone, `winq` both. `speedup`: plain's steps over those in
+which a variant's validation loss first was not above plain's final one. Pretraining and finished rows survive a kill.
+"""
+
+import hashlib
+import logging
+import math
+import shutil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tasks import progress, store
+from tasks.finetune import FinetuneConfig
+from tasks.settings import load as load_params
+from windquant import qat
+from windquant.quantize import quantize_matrix
+from windquant.units import columns_of
+
+log = logging.getLogger("windquant")
+VOCABULARY, WINDOW, BATCH, CHUNK = 2048, 128, 4, 256
+SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4,
+         "num_key_value_heads": 4, "max_position_embeddings": WINDOW, "vocab_size": VOCABULARY}  # fmt: skip
+WIDTHS = (2, 1)
+VARIANTS = {"plain": (0.0, 0.0), "pull": (0.4, 0.0), "noise": (0.0, 1e-3), "winq": (0.4, 1e-3)}
+"""alpha and sigma."""
+STEPS = {"demo": (3000, 800), "full": (100_000, 40_000)}
+"""Of pretraining, of training on."""
+PRETRAINING_LR, LR = 1e-3, 3e-4
+VALIDATION_WINDOWS, EVALUATIONS = 64, 40
+END = "<|endoftext|>"
+
+
+def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
+    bench = Bench()
+    rows = [bench.row(bits, variant, seed) for seed in range(seeds) for bits in WIDTHS for variant in VARIANTS]
+    for row in rows:
+        plain = next(r for r in rows if (r["bits"], r["variant"], r["seed"]) == (row["bits"], "plain", row["seed"]))
+        reached = [step for step, nll in row["curve"] if nll <= plain["final_loss"]]
+        row["speedup"] = bench.steps / reached[0] if reached else 0.0
+    shown = [{k: v for k, v in r.items() if k != "curve"} for r in rows]
+    return shown, _notes(rows, bench.reference)
+
+
+def _notes(rows: list[dict[str, Any]], reference: float) -> list[str]:
+    notes = [f"the pretrained model: {reference:.4f} nats a token of validation text"]
+    for bits in WIDTHS:
+        for variant in VARIANTS:
+            own = [r for r in rows if (r["bits"], r["variant"]) == (bits, variant)]
+            loss, speedup = ([r[c] for r in own] for c in ("final_loss", "speedup"))
+            reached = f"plain's final loss in 1/{min(speedup):.2f} to 1/{max(speedup):.2f} of the steps" if min(speedup) \
+                else f"plain's final loss reached by {sum(v > 0 for v in speedup)} of {len(own)}"  # fmt: skip
+            notes.append(
+                f"{bits} bits, {variant}: {sum(loss) / len(loss):.4f} nats ({min(loss):.4f} to {max(loss):.4f}), {reached}"
+            )
+    return notes
+
+
+class Bench:
+    """The pretrained model, its text, and rows that survive a kill while what they are made with stays the same."""
+
+    def __init__(self) -> None:
+        effort = load_params().common.effort
+        self.pretraining, self.steps = STEPS[effort]
+        made_of = [
+            store.hash_tree(store.path("prepare") / "text"),
+            VOCABULARY,
+            WINDOW,
+            BATCH,
+            SHAPE,
+            self.pretraining,
+            PRETRAINING_LR,
+        ]
+        self.kept = store.Scratch("benchmark-winq", hashlib.sha256(repr(made_of).encode()).hexdigest())
+        code = ("tasks/training.py", "tasks/student.py", "windquant/qat.py", "windquant/reconstruct.py")
+        self.code = [store.hash_file(store.Path(f)) for f in code]
+        self.train, self.validation = self._windows()
+        if not self.kept.has("pretrained"):
+            self.kept.put("pretrained", _pretrained(self.train, self.pretraining))
+        self.reference = _nll(self._model(), self.validation)
+        log.info("pretrained: %.4f nats a token of validation text", self.reference)
+
+    def _windows(self) -> tuple[Tensor, Tensor]:
+        texts = [store.load_table(store.path("prepare") / "text" / f"{split}.parquet")[0]["text"]
+                 for split in ("train", "validation")]  # fmt: skip
+        tokenizer = _tokenizer(texts[0])
+        ids = [torch.tensor([i for t in text for i in tokenizer.encode(t + END).ids]) for text in texts]
+        train, validation = (t[: len(t) // WINDOW * WINDOW].view(-1, WINDOW) for t in ids)
+        return train, validation[:: max(1, len(validation) // VALIDATION_WINDOWS)][:VALIDATION_WINDOWS]
+
+    def _model(self) -> Any:
+        model = _untrained()
+        model.load_state_dict(self.kept.get("pretrained"))
+        return model
+
+    def row(self, bits: int, variant: str, seed: int) -> dict[str, Any]:
+        alpha, sigma = VARIANTS[variant]
+        save_every, eval_every = max(1, self.steps // 4), max(1, self.steps // EVALUATIONS)
+        config = FinetuneConfig(steps=self.steps, batch=BATCH, lr=LR, distill=0.0, alpha=alpha, sigma=sigma,
+                                save_every=save_every, eval_every=eval_every)  # fmt: skip
+        made_of = hashlib.sha256(repr([bits, config, seed, self.code]).encode()).hexdigest()
+        key = f"{bits}-{variant}-{seed}-{made_of[:12]}"
+        if not self.kept.has_json(key):
+            curve = self._curve(bits, config, seed, key)
+            row = {"bits": bits, "variant": variant, "seed": seed, "final_loss": curve[-1][1]}
+            self.kept.put_json(key, row | {"curve": curve})
+            log.info("%d bits, %s, seed %d: %.4f nats", bits, variant, seed, curve[-1][1])
+        return self.kept.get_json(key)
+
+    def _curve(self, bits: int, config: FinetuneConfig, seed: int, name: str) -> list[tuple[int, float]]:
+        """Steps and validation losses."""
+        from tasks.training import VALIDATION, Student, train
+
+        model = self._model()
+        for path, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
+            w = layer.weight.detach()
+            units = len(columns_of(w.shape[1], CHUNK))
+            packed, _ = quantize_matrix(w, torch.eye(w.shape[1]), [bits] * units, CHUNK)
+            model.set_submodule(path, qat.QuantizedLinear(packed, like=w))
+        folder = self.kept.folder / name
+        found = train(Student(model, None, config), self.train, self.validation, config, seed, folder, torch.device("cpu"),
+                      progress.bar(f"{bits} bits, {name}"))  # fmt: skip
+        shutil.rmtree(folder)
+        return [(step, nll) for step, nll in enumerate(found[VALIDATION], 1) if math.isfinite(nll)]
+
+
+def _tokenizer(texts: list[str]) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=letters, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def _untrained() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+
+
+def _pretrained(windows: Tensor, steps: int) -> dict[str, Tensor]:
+    """The state of a model trained from scratch."""
+    model, report = _untrained().train(), progress.bar("pretraining")
+    optimizer = torch.optim.AdamW(model.parameters(), PRETRAINING_LR, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PRETRAINING_LR, steps, pct_start=0.05)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        ids = windows[torch.randint(len(windows), (BATCH,), generator=generator)]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        report(step + 1, steps)
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+@torch.inference_mode()
+def _nll(model: Any, windows: Tensor) -> float:
+    model.eval()
+    return sum(float(model(input_ids=row[None], labels=row[None]).loss) for row in windows) / len(windows)

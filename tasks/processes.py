@@ -1,0 +1,80 @@
+"""Training in several processes: torchrun starts this module in each, on what a folder says, and the first one leaves there
+what was learned. Processes split every step's windows among them and average gradients (DDP; gloo on CPUs, NCCL on GPUs).
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from tasks import progress, store
+from tasks.errors import UserError
+from tasks.finetune import FinetuneConfig
+from tasks.student import Student, build
+from tasks.training import Text, last, train
+
+JOB, TEXT, ERROR, CURVES, LEARNED = "job.json", "text.safetensors", "error.txt", "curves.json", "learned.safetensors"
+
+
+def run(
+    student: Student, source: Path, text: Text, config: FinetuneConfig, seed: int, folder: Path, device: torch.device
+) -> dict[str, list[float]]:
+    """As `training.train`, in as many processes as config says. source: the checkpoint that the student was built of."""
+    count = config.processes or (torch.cuda.device_count() if device.type == "cuda" else 1)
+    if count == 1:
+        return train(student, text, config, seed, folder, device, progress.bar(f"training {source.name}"))
+    folder.mkdir(parents=True, exist_ok=True)
+    last(folder)  # what an interruption left in pieces goes before the processes look
+    (folder / ERROR).unlink(missing_ok=True)
+    store.save_tensors(folder / TEXT, text._asdict())
+    job = {"source": str(source), "config": asdict(config), "seed": seed, "device": device.type}
+    store.save_json(folder / JOB, job)
+    _launch(folder, count)
+    student.load_state_dict(store.load_tensors(folder / LEARNED))
+    return json.loads((folder / CURVES).read_text())
+
+
+def _launch(folder: Path, count: int) -> None:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // count))}
+    command = [sys.executable, *run, "-m", "tasks.processes", str(folder)]
+    with subprocess.Popen(command, env=dict(os.environ) | threads) as started:
+        try:
+            code = started.wait()
+        except BaseException:
+            started.terminate()  # which torchrun hands on
+            raise
+    if (folder / ERROR).exists():
+        raise UserError((folder / ERROR).read_text())
+    if code:
+        raise RuntimeError(f"torchrun ended with {code}; what its processes said stands above")
+
+
+def main(folder: Path) -> int:
+    first, local = os.environ["RANK"] == "0", int(os.environ["LOCAL_RANK"])
+    logging.basicConfig(format="finetune: %(message)s", level=logging.INFO if first else logging.ERROR, stream=sys.stdout)
+    job, text = store.load_json(folder / JOB), Text(**store.load_tensors(folder / TEXT))
+    device = torch.device("cuda", local) if job["device"] == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    config, source = FinetuneConfig(**job["config"]), Path(job["source"])
+    student = build(source, config, device)
+    report = progress.bar(f"training {source.name}") if first else lambda done, total: None
+    try:
+        curves = train(student, text, config, job["seed"], folder, device, report)
+    except UserError as e:
+        (folder / ERROR).write_text(str(e))
+        return 2
+    if first:
+        store.save_tensors(folder / LEARNED, dict(student.state_dict()))
+        store.save_json(folder / CURVES, curves)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
