@@ -113,7 +113,8 @@ class Bench:
 
     def _curve(self, bits: int, config: FinetuneConfig, seed: int, name: str) -> list[tuple[int, float]]:
         """Steps and validation losses."""
-        from tasks.training import VALIDATION, Student, train
+        from tasks.student import Student
+        from tasks.training import VALIDATION, Text, train
 
         model = self._model()
         for path, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
@@ -122,8 +123,8 @@ class Bench:
             packed, _ = quantize_matrix(w, torch.eye(w.shape[1]), [bits] * units, CHUNK)
             model.set_submodule(path, qat.QuantizedLinear(packed, like=w))
         folder = self.kept.folder / name
-        found = train(Student(model, None, config), self.train, self.validation, config, seed, folder, torch.device("cpu"),
-                      progress.bar(f"{bits} bits, {name}"))  # fmt: skip
+        text, report = Text(self.train, self.validation), progress.bar(f"{bits} bits, {name}")
+        found = train(Student(model, None, config), text, config, seed, folder, torch.device("cpu"), report)
         shutil.rmtree(folder)
         return [(step, nll) for step, nll in enumerate(found[VALIDATION], 1) if math.isfinite(nll)]
 
