@@ -35,11 +35,11 @@ class FinetuneConfig:
     bits either way. lr: of AdamW, without weight decay, after `warmup` of the steps falling along a cosine to 0; lr_scales:
     of the logarithms of scales, of norms and biases. beta2: of AdamW. distill: weight of the KL divergence from the
     reference beside the next-token loss, 0 to 1. alpha, pull_every: WinQ's pull, alpha 0 or every 0 steps for none; null:
-    every quarter of the run. sigma: WinQ's noise, on weights and scales, 0 for none. save_every: steps between checkpoints
-    to resume from. checkpointing: activations are computed again in the backward pass. windows: of the training text; null:
-    all, of generated text what the steps take. eval_windows: of the validation text, on which the model is measured before,
-    after, and every `eval_every` steps; null: ten times in all, 0: never. check_tokens: length of the text on which the
-    reloaded checkpoint's logits must equal the trained model's."""
+    every quarter of the run. hadamard: the pull is to the grid in a Hadamard basis. sigma: WinQ's noise, on weights and
+    scales, 0 for none. save_every: steps between checkpoints to resume from. checkpointing: activations are computed again
+    in the backward pass. windows: of the training text; null: all, of generated text what the steps take. eval_windows: of
+    the validation text, on which the model is measured before, after, and every `eval_every` steps; null: ten times in all,
+    0: never. check_tokens: length of the text on which the reloaded checkpoint's logits must equal the trained model's."""
 
     steps: int | None = by_effort(demo=0, full=2000)
     batch: int = 2
@@ -54,6 +54,7 @@ class FinetuneConfig:
     distill: float = 1.0
     alpha: float = 0.4
     pull_every: int | None = None
+    hadamard: bool = False
     sigma: float = 1e-3
     save_every: int = 25
     checkpointing: bool = False

@@ -71,7 +71,7 @@ class _Pull(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.every and self.config.alpha and state.global_step % self.every == 0:
-            qat.pull_to_grid_(model, self.config.alpha)
+            qat.pull_to_grid_(model, self.config.alpha, self.config.hadamard)
         if self.eval_every and (state.global_step % self.eval_every == 0 or state.global_step == state.max_steps):
             state.log_history.append(
                 {"step": state.global_step, VALIDATION: _nll(model, self.validation, self.config.batch)}
@@ -121,6 +121,9 @@ def train(
     checkpoints that an interrupted run goes on from. Raises UserError when the loss turns NaN or Inf."""
     for layer in qat.layers(student).values():
         layer.sigma = config.sigma
+    if config.hadamard:
+        for width in {w for layer in qat.layers(student).values() for w in layer.latent.widths}:
+            qat.hadamard(width)  # raises now what it would in the first pull
     if config.checkpointing:
         student.model.gradient_checkpointing_enable()
     steps = config.steps or 0

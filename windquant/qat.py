@@ -2,7 +2,8 @@
 
 ParetoQ's quantizers and straight-through gradients (arXiv 2502.02631), and what WinQ (arXiv 2605.17471) adds:
 
-    pull    every K steps W <- (1 - alpha) W + alpha Q(W), a proximal step towards the grid; the optimizer's state stays
+    pull    every K steps W <- (1 - alpha) W + alpha Q(W), a proximal step towards the grid; the optimizer's state stays;
+            in a Hadamard basis W <- H^T ((1 - alpha) H W + alpha Q(H W)), with scales fitted there anew
     noise   gradients are taken at Q(W + U), U ~ N(0, sigma^2 I), with the same sigma on the scales (which is much for the
             small scales of 8 bits)
 
@@ -26,7 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windquant import scales
 from windquant.errors import InputError
+from windquant.grids import decode, encode
 from windquant.quantize import PackedMatrix, pack_matrix
 from windquant.reconstruct import Latent
 
@@ -79,10 +82,11 @@ class QuantizedLinear(nn.Module):
         return own
 
     @torch.no_grad()
-    def pull_to_grid_(self, alpha: float) -> None:
-        """w <- (1 - alpha) w + alpha Q(w): alpha 0 does nothing, alpha 1 puts the weights on the grid."""
+    def pull_to_grid_(self, alpha: float, rotated: bool = False) -> None:
+        """w <- (1 - alpha) w + alpha Q(w): alpha 0 does nothing, alpha 1 puts the weights on the grid. rotated: the grid of
+        the units' rows in a Hadamard basis. Raises InputError unless the units are a power of 2 wide, then."""
         for _, part in self.view(self.w, self.log).parts():
-            part.w.lerp_(part.rounding(), alpha)
+            part.w.lerp_(_rounded_in_hadamard_basis(part) if rotated else part.rounding(), alpha)
 
     @torch.no_grad()
     def packed(self) -> PackedMatrix:
@@ -138,16 +142,40 @@ def _noisy(latent: Latent, sigma: float, seed: int) -> Iterator[tuple[slice, Lat
         yield columns, part
 
 
+def hadamard(n: int) -> Tensor:
+    """Sylvester's matrix, orthonormal, (n, n). Raises InputError unless n is a power of 2."""
+    if n < 1 or n & (n - 1):
+        raise InputError(f"a unit of {n} columns has no Hadamard basis: it takes a power of 2")
+    H = torch.ones(1, 1)
+    while len(H) < n:
+        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
+    return H / math.sqrt(n)
+
+
+def _rounded_in_hadamard_basis(part: Latent) -> Tensor:
+    """H^T Q(H w), (units, rows, columns of a unit); salient weights and 16-bit units as they are."""
+    out = part.w.clone()
+    for unit, grid, width in zip(out, part.grids, part.widths, strict=True):
+        if grid.has_scale:
+            H = hadamard(width).to(unit)
+            turned = unit[:, :width] @ H
+            s, _ = scales.fit(turned[None], torch.eye(width, device=unit.device)[None], grid)
+            unit[:, :width] = decode(encode(turned, s[0], grid), s[0], grid) @ H.T
+    for of_unit, w, places in zip(out, part.w, part.held or (), strict=False):
+        of_unit.view(-1)[places] = w.view(-1)[places]
+    return out
+
+
 def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
 
 
-def pull_to_grid_(model: nn.Module, alpha: float) -> None:
+def pull_to_grid_(model: nn.Module, alpha: float, rotated: bool = False) -> None:
     """WinQ's step for every quantized layer. Raises InputError unless 0 <= alpha <= 1."""
     if not 0 <= alpha <= 1:
         raise InputError(f"alpha {alpha:g} is not between 0 and 1")
     for layer in layers(model).values():
-        layer.pull_to_grid_(alpha)
+        layer.pull_to_grid_(alpha, rotated)
 
 
 def alpha_of(eta: float, gamma: float) -> float:

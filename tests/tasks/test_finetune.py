@@ -12,6 +12,7 @@ from tasks.errors import UserError
 from tasks.finetune import FinetuneConfig
 from tests.tasks.test_resume import STAGES, Cut, prepared, protecting, run, run_before  # noqa: F401
 from windquant import checkpoint, qat
+from windquant.errors import InputError
 
 CONFIG = FinetuneConfig(steps=6, batch=1, lr=1e-3, pull_every=3, save_every=2, eval_windows=2, eval_every=0, check_tokens=16)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Trainer's own
@@ -123,11 +124,25 @@ def test_pull_and_noise_are_switches_of_their_own(ready, monkeypatch):
 
 def test_pulls_come_every_so_many_steps(ready, monkeypatch):
     pulls = []
-    monkeypatch.setattr(qat, "pull_to_grid_", lambda model, alpha: pulls.append(alpha))
+    monkeypatch.setattr(qat, "pull_to_grid_", lambda model, alpha, rotated: pulls.append(alpha))
     tuned(monkeypatch, steps=7, pull_every=3, alpha=0.3)
     assert pulls == [0.3, 0.3]
     tuned(monkeypatch, "default", steps=3, pull_every=None, alpha=0.2)
     assert pulls[2:] == [0.2] * 3
+
+
+def test_a_hadamard_basis_is_asked_for_before_anything_is_trained(ready, monkeypatch):
+    """The tiny model's units are 32 columns wide."""
+    made = {
+        store.hash_tree(tuned(monkeypatch, str(way), hadamard=way, lr=1e-2)[0], "*.safetensors") for way in (False, True)
+    }
+    assert len(made) == 2
+    monkeypatch.setattr(qat, "hadamard", lambda width: exec(f"raise InputError('{width}')", {"InputError": InputError}))
+    steps = []
+    monkeypatch.setattr(progress, "bar", lambda label: lambda done, total: steps.append(label))
+    with pytest.raises(InputError, match="32"):
+        tuned(monkeypatch, "refused", hadamard=True)
+    assert not [label for label in steps if label.startswith("training")]
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(ready, monkeypatch):

@@ -4,8 +4,9 @@ import math
 import pytest
 import torch
 
-from windquant.grids import GRIDS
-from windquant.qat import QuantizedLinear, alpha_of, layers, pull_to_grid_
+from windquant import scales
+from windquant.grids import GRIDS, decode, encode
+from windquant.qat import QuantizedLinear, alpha_of, hadamard, layers, pull_to_grid_
 from windquant.quantize import quantize_matrix
 from windquant.salient import Protection, protect
 
@@ -142,6 +143,39 @@ def test_a_pull_goes_alpha_of_the_way_to_the_grid():
     torch.testing.assert_close(layer.w.detach(), 0.6 * w + 0.4 * Q)
     layer.pull_to_grid_(1.0)
     torch.testing.assert_close(layer.w.detach(), Q)
+
+
+def test_in_a_hadamard_basis_a_pull_goes_alpha_of_the_way_to_the_grid_there():
+    layer, H = of(2), hadamard(CHUNK)
+    with torch.no_grad():
+        layer.w += 0.2 * torch.randn_like(layer.w)
+    turned = layer.w.detach() @ H
+    s, _ = scales.fit(turned, torch.eye(CHUNK).expand(2, -1, -1), GRIDS[2])
+    Q = decode(encode(turned, s, GRIDS[2]), s, GRIDS[2])
+    layer.pull_to_grid_(0.4, rotated=True)
+    torch.testing.assert_close(layer.w.detach() @ H, 0.6 * turned + 0.4 * Q, rtol=1e-4, atol=1e-5)
+
+
+def test_in_a_hadamard_basis_too_salient_weights_and_16_bit_units_stay():
+    packed = packed_matrix([16, 2], 32, salient=True)
+    layer = QuantizedLinear(packed)
+    before, kept = layer.w.detach().clone(), layer.latent._units(packed.salient.mask())
+    layer.pull_to_grid_(0.4, rotated=True)
+    moved = layer.w.detach() != before
+    assert not moved[0].any() and not moved[kept].any() and moved[1][~kept[1]].all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 64])
+def test_hadamards_basis_is_orthonormal_and_flat(n):
+    H = hadamard(n)
+    torch.testing.assert_close(H @ H.T, torch.eye(n))
+    assert (H.abs() == H[0, 0]).all()
+
+
+@pytest.mark.parametrize("n", [0, 12])
+def test_a_width_without_a_hadamard_basis_is_refused(n):
+    with pytest.raises(ValueError, match=f"a unit of {n} columns has no Hadamard basis: it takes a power of 2"):
+        hadamard(n)
 
 
 def test_a_pull_changes_no_rounding():
