@@ -9,6 +9,8 @@ import hashlib
 import logging
 import math
 import shutil
+import statistics
+import time
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ VARIANTS = {"plain": (0.0, 0.0), "pull": (0.4, 0.0), "noise": (0.0, 1e-3), "winq
 STEPS = {"demo": (3000, 800), "full": (100_000, 40_000)}
 """Of pretraining, of training on."""
 PRETRAINING_LR, LR = 1e-3, 3e-4
-VALIDATION_WINDOWS, EVALUATIONS = 64, 40
+VALIDATION_WINDOWS, EVALUATIONS, ROUNDS = 64, 40, 10
 END = "<|endoftext|>"
 
 
@@ -43,7 +45,7 @@ def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
         reached = [step for step, nll in row["curve"] if nll <= plain["final_loss"]]
         row["speedup"] = bench.steps / reached[0] if reached else 0.0
     shown = [{k: v for k, v in r.items() if k != "curve"} for r in rows]
-    return shown, _notes(rows, bench.reference)
+    return shown, [*_notes(rows, bench.reference), *_step_times(bench)]
 
 
 def _notes(rows: list[dict[str, Any]], reference: float) -> list[str]:
@@ -81,7 +83,7 @@ class Bench:
         self.train, self.validation = self._windows()
         if not self.kept.has("pretrained"):
             self.kept.put("pretrained", _pretrained(self.train, self.pretraining))
-        self.reference = _nll(self._model(), self.validation)
+        self.reference = _nll(self.model(), self.validation)
         log.info("pretrained: %.4f nats a token of validation text", self.reference)
 
     def _windows(self) -> tuple[Tensor, Tensor]:
@@ -92,7 +94,7 @@ class Bench:
         train, validation = (t[: len(t) // WINDOW * WINDOW].view(-1, WINDOW) for t in ids)
         return train, validation[:: max(1, len(validation) // VALIDATION_WINDOWS)][:VALIDATION_WINDOWS]
 
-    def _model(self) -> Any:
+    def model(self) -> Any:
         model = _untrained()
         model.load_state_dict(self.kept.get("pretrained"))
         return model
@@ -116,17 +118,54 @@ class Bench:
         from tasks.student import Student
         from tasks.training import VALIDATION, Text, train
 
-        model = self._model()
-        for path, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
-            w = layer.weight.detach()
-            units = len(columns_of(w.shape[1], CHUNK))
-            packed, _ = quantize_matrix(w, torch.eye(w.shape[1]), [bits] * units, CHUNK)
-            model.set_submodule(path, qat.QuantizedLinear(packed, like=w))
+        model = self.quantized(bits)
         folder = self.kept.folder / name
         text, report = Text(self.train, self.validation), progress.bar(f"{bits} bits, {name}")
         found = train(Student(model, None, config), text, config, seed, folder, torch.device("cpu"), report)
         shutil.rmtree(folder)
         return [(step, nll) for step, nll in enumerate(found[VALIDATION], 1) if math.isfinite(nll)]
+
+    def quantized(self, bits: int) -> Any:
+        """The pretrained model, its matrices rounded to nearest on fitted scales."""
+        model = self.model()
+        for path, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
+            w = layer.weight.detach()
+            units = len(columns_of(w.shape[1], CHUNK))
+            packed, _ = quantize_matrix(w, torch.eye(w.shape[1]), [bits] * units, CHUNK)
+            model.set_submodule(path, qat.QuantizedLinear(packed, like=w))
+        return model
+
+
+def _step_times(bench: Bench) -> list[str]:
+    """Processor seconds of a step, side by side and in turn: the first half of the rounds warms up."""
+    ids = bench.train[:BATCH]
+    models = {"unquantized": bench.model()} | {f"{bits} bits": bench.quantized(bits) for bits in WIDTHS}
+    steppers = {name: _stepper(model.train().requires_grad_(True), ids) for name, model in models.items()}
+    noisy = bench.quantized(WIDTHS[0]).train().requires_grad_(True)
+    for layer in qat.layers(noisy).values():
+        layer.sigma = VARIANTS["winq"][1]
+    steppers[f"{WIDTHS[0]} bits with noise"] = _stepper(noisy, ids)
+    spent = {name: [] for name in steppers}
+    for _ in range(2 * ROUNDS):
+        for name, step in steppers.items():
+            began = time.process_time()
+            step()
+            spent[name].append(time.process_time() - began)
+    median = {name: statistics.median(values[ROUNDS:]) for name, values in spent.items()}
+    return [f"a step at {name}: {m / median['unquantized']:.2f}x an unquantized one" for name, m in list(median.items())[1:]]
+
+
+def _stepper(model: Any, ids: Tensor) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _tokenizer(texts: list[str]) -> Any:
