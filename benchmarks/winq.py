@@ -102,8 +102,8 @@ class Bench:
     def row(self, bits: int, variant: str, seed: int) -> dict[str, Any]:
         alpha, sigma = VARIANTS[variant]
         save_every, eval_every = max(1, self.steps // 4), max(1, self.steps // EVALUATIONS)
-        config = FinetuneConfig(steps=self.steps, batch=BATCH, lr=LR, distill=0.0, alpha=alpha, sigma=sigma,
-                                save_every=save_every, eval_every=eval_every)  # fmt: skip
+        config = FinetuneConfig(steps=self.steps, batch=BATCH, train="all", lr=LR, lr_scales=1e-3, distill=0.0,
+                                alpha=alpha, sigma=sigma, save_every=save_every, eval_every=eval_every)  # fmt: skip
         made_of = hashlib.sha256(repr([bits, config, seed, self.code]).encode()).hexdigest()
         key = f"{bits}-{variant}-{seed}-{made_of[:12]}"
         if not self.kept.has_json(key):
@@ -132,7 +132,7 @@ class Bench:
             w = layer.weight.detach()
             units = len(columns_of(w.shape[1], CHUNK))
             packed, _ = quantize_matrix(w, torch.eye(w.shape[1]), [bits] * units, CHUNK)
-            model.set_submodule(path, qat.QuantizedLinear(packed, like=w))
+            model.set_submodule(path, qat.QuantizedLinear(packed, like=w, inside=0.49))
         return model
 
 

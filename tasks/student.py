@@ -27,7 +27,7 @@ class Student(nn.Module):
         rounded = qat.layers(model).values()
         own = {id(p) for layer in rounded for p in (layer.w, layer.log)}
         for p in model.parameters():
-            p.requires_grad_(config.train == "all" or id(p) in own)
+            p.requires_grad_(id(p) in own or config.train == "all" or (config.train == "norms" and p.dim() == 1))
         self._scales = {id(layer.log) for layer in rounded}
 
     @property

@@ -31,22 +31,25 @@ from windquant import scales
 from windquant.errors import InputError
 from windquant.grids import decode, encode
 from windquant.quantize import PackedMatrix, pack_matrix
-from windquant.reconstruct import Latent
+from windquant.reconstruct import INSIDE, Latent
 
 TINY = 2.0**-120
 """Scales stay above."""
 
 
 class QuantizedLinear(nn.Module):
-    """nn.Linear that multiplies with Q(w), started from a packed matrix: as long as nothing was learned, Q(w) is that matrix
-    bit for bit. like: the reference's weights (rows, columns), to which w starts as near as its codes allow. Parameters `w`
-    and `log`, of 16-bit units without a meaning for log; salient weights are held. sigma: of the noise in training mode."""
+    """nn.Linear that multiplies with Q(w), started from a packed matrix: as long as nothing was learned, Q(w) is that
+    matrix bit for bit. like: the reference's weights (rows, columns), towards which w starts, at most `inside` steps from
+    the middle of its cell (`Latent.approach_`). Parameters `w` and `log`, of 16-bit units without a meaning for log;
+    salient weights are held. sigma: of the noise in training mode."""
 
-    def __init__(self, packed: PackedMatrix, bias: Tensor | None = None, like: Tensor | None = None) -> None:
+    def __init__(
+        self, packed: PackedMatrix, bias: Tensor | None = None, like: Tensor | None = None, inside: float = INSIDE
+    ) -> None:
         super().__init__()
         self.latent = Latent.of_packed(packed)
         if like is not None:
-            self.latent.approach_(like)
+            self.latent.approach_(like, inside)
         self.chunk_size, self.salient = packed.chunk_size, packed.salient
         self.in_features, self.out_features = packed.columns, packed.rows
         self.w = nn.Parameter(self.latent.w)

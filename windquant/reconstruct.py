@@ -31,8 +31,9 @@ from windquant.quantize import PackedMatrix, RoundedUnits, half_units, stacks, t
 from windquant.salient import Salient
 from windquant.units import columns_of
 
-INSIDE = 0.49
-"""Of a step, how far from the middle of its cell a weight surely keeps its code."""
+INSIDE = 0.4
+"""Of a step, how far from the middle of its cell a weight starts at most: one on the edge is rounded the other way by the
+first gradient that comes, whatever that is worth. At 0.499 a few steps undo the reconstruction (benchmarks/LOG.md)."""
 MARGIN = 0.5
 """Octaves that a unit's stored range of scales reaches beyond the fitted ones, for them to move in."""
 
@@ -86,14 +87,14 @@ class Latent:
         self.log = torch.where(self.alive, scales.from_log8(codes, self.span).squeeze(-1), 1.0).log2()
         return self
 
-    def approach_(self, w: Tensor) -> None:
-        """Move the weights as near to w (rows, columns) as their codes stay what they are: from the middle of its cell a
-        weight has half a step to go before training changes anything."""
+    def approach_(self, w: Tensor, inside: float = INSIDE) -> None:
+        """Move the weights towards w (rows, columns), at most `inside` steps from the middles of their cells, so that codes
+        stay what they are: from the middle a weight has half a step to go before training changes anything."""
         for columns, part in self.parts():
             d = part.d()
             c = part.codes(part.y(d))
             wanted = (part._units(w[:, columns]).contiguous() / torch.where(d > 0, d, float("inf"))).sub_(part.o)
-            near = torch.minimum(torch.maximum(wanted, c - INSIDE), c + INSIDE).add_(part.o).mul_(d)
+            near = torch.minimum(torch.maximum(wanted, c - inside), c + inside).add_(part.o).mul_(d)
             free = (d > 0) & ~part.exact
             for at, own, places in zip(near, part.w, part.held or (), strict=False):
                 at.view(-1)[places] = own.view(-1)[places]

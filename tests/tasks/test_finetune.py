@@ -35,7 +35,7 @@ def tuned(monkeypatch, fingerprint="x", **changes):
 
 
 def test_the_trained_checkpoint_has_the_plans_bytes_and_other_weights(ready, monkeypatch):
-    out, record = tuned(monkeypatch, lr=1e-2)
+    out, record = tuned(monkeypatch, lr=1e-2, train="all")
     folder, before = out / "lagrangian-winq", store.path("quantize") / "lagrangian"
     plan, count = plans.load_plan(folder / "plan.parquet"), checkpoint.count(folder)
     assert count.body == plan.size and count.model == checkpoint.count(before).model
@@ -48,12 +48,13 @@ def test_the_trained_checkpoint_has_the_plans_bytes_and_other_weights(ready, mon
     assert len(record.curves["loss"]) == 6
 
 
-def test_matrices_are_trained_alone_where_that_is_asked_for(ready, monkeypatch):
-    out, _ = tuned(monkeypatch, lr=1e-2, lr_scales=0.1, train="matrices")
+@pytest.mark.parametrize(("train", "wanted"), [("matrices", {"codes", "scale"}), ("norms", {"codes", "scale", "weight"})])
+def test_only_what_is_asked_for_is_trained(ready, monkeypatch, train, wanted):
+    out, _ = tuned(monkeypatch, lr=1e-2, lr_scales=0.1, train=train)
     files = (folder / "model.safetensors" for folder in (out / "lagrangian-winq", store.path("quantize") / "lagrangian"))
     new, old = (store.load_tensors(file) for file in files)
     moved = {name.rpartition(".")[2] for name, t in new.items() if not torch.equal(t, old[name])}
-    assert moved == {"codes", "scale"}
+    assert moved == wanted and torch.equal(*(t["model.embed_tokens.weight"] for t in (new, old)))
 
 
 def test_the_validation_texts_loss_is_measured_on_the_way_and_at_the_end(ready, monkeypatch):
@@ -217,7 +218,7 @@ def test_two_processes_go_the_way_of_one(ready, monkeypatch):
 def test_what_stops_one_of_several_processes_is_said_in_a_sentence(ready, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(finetune.__file__).parents[1]))
     with pytest.raises(UserError, match="the (loss|gradient) is (nan|inf) in step .*no checkpoint was saved before"):
-        tuned(monkeypatch, lr=1e30, warmup=0.0, save_every=50, processes=2)
+        tuned(monkeypatch, lr_scales=1e38, warmup=0.0, save_every=50, processes=2)
 
 
 def test_text_that_the_reference_makes_up_is_the_same_for_a_seed_and_another_for_another(ready, tmp_path):
