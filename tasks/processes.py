@@ -18,7 +18,8 @@ from tasks.finetune import FinetuneConfig
 from tasks.student import Student, build
 from tasks.training import Text, last, train
 
-JOB, TEXT, ERROR, CURVES, LEARNED = "job.json", "text.safetensors", "error.txt", "curves.json", "learned.safetensors"
+JOB, TEXT, CURVES, LEARNED = "job.json", "text.safetensors", "curves.json", "learned.safetensors"
+ERROR, SAID = "error.txt", "stderr.txt"
 
 
 def run(
@@ -43,7 +44,10 @@ def _launch(folder: Path, count: int) -> None:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // count))}
     command = [sys.executable, *run, "-m", "tasks.processes", str(folder)]
-    with subprocess.Popen(command, env=dict(os.environ) | threads) as started:
+    with (
+        (folder / SAID).open("w") as said,  # torchrun's own account of what a sentence explains is not for everybody
+        subprocess.Popen(command, env=dict(os.environ) | threads, stderr=said) as started,
+    ):
         try:
             code = started.wait()
         except BaseException:
@@ -52,7 +56,7 @@ def _launch(folder: Path, count: int) -> None:
     if (folder / ERROR).exists():
         raise UserError((folder / ERROR).read_text())
     if code:
-        raise RuntimeError(f"torchrun ended with {code}; what its processes said stands above")
+        raise RuntimeError(f"torchrun ended with {code}; its processes said\n{(folder / SAID).read_text()}")
 
 
 def main(folder: Path) -> int:
