@@ -2,7 +2,8 @@
 
 ParetoQ's quantizers and straight-through gradients (arXiv 2502.02631), and what WinQ (arXiv 2605.17471) adds:
 
-    pull    every K steps W <- (1 - alpha) W + alpha Q(W), a proximal step towards the grid; the optimizer's state stays;
+    pull    every K steps W <- (1 - alpha) W + alpha Q(W), a proximal step, alpha = eta gamma / (1 + eta gamma);
+            the optimizer's state stays;
             in a Hadamard basis W <- H^T ((1 - alpha) H W + alpha Q(H W)), with scales fitted there anew
     noise   gradients are taken at Q(W + U), U ~ N(0, sigma^2 I), with the same sigma on the scales (which is much for the
             small scales of 8 bits)
@@ -179,8 +180,3 @@ def pull_to_grid_(model: nn.Module, alpha: float, rotated: bool = False) -> None
         raise InputError(f"alpha {alpha:g} is not between 0 and 1")
     for layer in layers(model).values():
         layer.pull_to_grid_(alpha, rotated)
-
-
-def alpha_of(eta: float, gamma: float) -> float:
-    """eta gamma / (1 + eta gamma): the pull of a proximal step of size eta towards the grid with strength gamma."""
-    return eta * gamma / (1 + eta * gamma)

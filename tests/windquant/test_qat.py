@@ -6,7 +6,7 @@ import torch
 
 from windquant import scales
 from windquant.grids import GRIDS, decode, encode
-from windquant.qat import QuantizedLinear, alpha_of, hadamard, layers, pull_to_grid_
+from windquant.qat import QuantizedLinear, hadamard, layers, pull_to_grid_
 from windquant.quantize import quantize_matrix
 from windquant.reconstruct import INSIDE
 from windquant.salient import Protection, protect
@@ -193,10 +193,6 @@ def test_a_pull_changes_no_rounding():
 def test_an_alpha_out_of_range_is_refused(alpha):
     with pytest.raises(ValueError, match=f"alpha {alpha:g} is not between 0 and 1"):
         pull_to_grid_(torch.nn.Sequential(of(2)), alpha)
-
-
-def test_alpha_of_a_proximal_step():
-    assert alpha_of(2.0, 1 / 3) == pytest.approx(0.4) and alpha_of(0.0, 5.0) == 0
 
 
 def test_noise_is_there_in_training_alone_and_the_same_in_both_passes():
