@@ -5,8 +5,22 @@ squares tau_i^2 of their vectors' first components are the nodes and weights of 
 z sees it: moments up to 2m - 1 are exact (Golub and Meurant). Averaged over probes they estimate the density itself. Every
 new vector is orthogonalised against all before it, twice: without that converged eigenvalues come again as ghosts.
 
-Memory: m + 3 vectors of the parameters' size in float32, 4 P (m + 3) bytes for P parameters, beside what the double backward
-pass keeps. For a big model take the parameters of one block at a time.
+The first moment of such a quadrature is z' H z / P, whatever m: times P and averaged over probes it is Hutchinson's estimate
+of the trace, so no further products are spent on one.
+
+Memory: m + 3 vectors of the parameters' size in float32, 4 P (m + 3) bytes for P parameters, beside the gradient's graph.
+For a big model take the parameters of one block at a time.
+
+Whose Hessian, for a model with quantized weights Q(W): that of the loss L as a function of the dense weights, taken at Q(W),
+which is what the checkpoint computes with and where straight-through training takes its gradients. A pull to the grid moves
+W and leaves Q(W) where it is, so it leaves this Hessian alone, too. It changes two others: the Hessian of L at the latent
+weights W themselves; and what training sees of the one at Q(W), since a weight beyond its grid's end has no gradient, so
+that its row and column are missing (`straight_through`), and a pull may bring it back. The paper's notebook differentiates
+twice through the rounding and so sees the latter, and calls near zero what is below 1.5e-3.
+
+What cannot be seen: a matrix whose inputs are n tokens has curvature in at most n directions of its columns, so with fewer
+tokens than columns the rest of the spectrum is exactly zero for want of text; and m nodes do not tell apart what lies closer
+together than about the m-th part of the spectrum's range, so a share near zero is mostly that of one node there.
 """
 
 import math
@@ -37,22 +51,34 @@ class HessianConfig:
 
 
 def hessian_product(loss: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Matvec:
-    """v -> H v, both flat (P,), by double backward. loss: computes the scalar loss anew, from these very parameters, which
-    require gradients. Attention runs in the implementation that can be differentiated twice."""
+    """v -> H v, both flat (P,), by double backward. loss: computes the scalar loss from these very parameters, which require
+    gradients, and must not change while the products are used. It is called once: a product goes back through the graph of
+    its gradient, which stays in memory. Attention runs in the implementation that can be differentiated twice."""
     sizes = [p.numel() for p in parameters]
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        # Unused is what belongs to an expert that no token calls.
+        gradients = torch.autograd.grad(
+            loss(), list(parameters), create_graph=True, allow_unused=True, materialize_grads=True
+        )
 
     def product(v: Tensor) -> Tensor:
-        parts = [part.view_as(p) for part, p in zip(v.split(sizes), parameters, strict=True)]
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            # Unused is what belongs to an expert that no token calls.
-            gradients = torch.autograd.grad(
-                loss(), list(parameters), create_graph=True, allow_unused=True, materialize_grads=True
-            )
-            along = torch.stack([(g * part.to(g)).sum() for g, part in zip(gradients, parts, strict=True)]).sum()
-            found = torch.autograd.grad(along, list(parameters), allow_unused=True, materialize_grads=True)
-        return torch.cat([f.detach().flatten() for f in found]).to(v)
+        parts = [part.view_as(p).to(p) for part, p in zip(v.split(sizes), parameters, strict=True)]
+        curved = [(g, part) for g, part in zip(gradients, parts, strict=True) if g.requires_grad]
+        if not curved:
+            return torch.zeros_like(v)
+        outputs, along = zip(*curved, strict=True)
+        found = torch.autograd.grad(
+            outputs, list(parameters), along, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return torch.cat([f.flatten() for f in found]).to(v)
 
     return product
+
+
+def straight_through(product: Matvec, inside: Tensor) -> Matvec:
+    """v -> D H D v, with D = diag(inside): the Hessian at Q(W) as straight-through training sees it. inside (P,): 1 for a
+    weight that its grid reaches, 0 for one beyond the grid's end or held."""
+    return lambda v: inside * product(inside * v)
 
 
 def lanczos(product: Matvec, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -91,11 +117,16 @@ class Spectrum:
         """Mean over the spectrum of a function of the eigenvalue, as every probe sees it: (probes,)."""
         return torch.stack([(w * value(n)).sum() for n, w in zip(self.nodes, self.weights, strict=True)])
 
-    def figures(self) -> dict[str, float]:
-        """lambda_max, lambda_min, trace, near_zero and negative (shares of the density), each with its standard deviation
-        over the probes beside it, as `<name>_std`; 0 with one probe."""
+    def flat(self) -> float:
+        """Eigenvalues nearer to zero than this count as flat directions."""
+        return self.config.near_zero * max(float(n.abs().max()) for n in self.nodes)
+
+    def figures(self, flat: float | None = None) -> dict[str, float]:
+        """lambda_max, lambda_min, trace, near_zero and negative (shares of the density: nearer to zero than `flat`, and
+        below -flat), each with its standard deviation over the probes beside it, as `<name>_std`; 0 with one probe. flat:
+        None takes this spectrum's own; models are compared at one."""
         extremes = torch.stack([torch.stack([n.max(), n.min()]) for n in self.nodes])
-        flat = self.config.near_zero * float(extremes.abs().max())
+        flat = self.flat() if flat is None else flat
         found = {
             "lambda_max": extremes[:, 0],
             "lambda_min": extremes[:, 1],

@@ -1,8 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from windquant.hessian import HessianConfig, hessian_product, lanczos, spectrum
+from tests.conftest import tiny_config
+from windquant.hessian import HessianConfig, hessian_product, lanczos, spectrum, straight_through
 
 
 def symmetric(n, seed=0):
@@ -77,6 +79,51 @@ def test_one_probe_of_signs_is_exact_for_the_trace_of_a_diagonal_operator():
     assert of(torch.diag(d), steps=5).figures()["trace"] == pytest.approx(float(d.sum()))
 
 
+def test_of_a_tiny_llama_too():
+    """Keys and values of a block, through attention; float64 but for what transformers does in float32."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(tiny_config(**sizes, initializer_range=0.5)).double().eval().requires_grad_(False)
+    W = [getattr(model.model.layers[0].self_attn, n).weight.requires_grad_() for n in ("k_proj", "v_proj")]
+    ids = torch.randint(300, (2, 12), generator=generator())
+    with sdpa_kernel(SDPBackend.MATH):
+        H = dense_hessian(lambda: model(input_ids=ids, labels=ids).loss, W)
+    eigenvalues, size = torch.linalg.eigvalsh(H), len(H)
+    product = hessian_product(lambda: model(input_ids=ids, labels=ids).loss, W)
+    found = spectrum(product, size, HessianConfig(3, 40), generator(), dtype=torch.float64)
+    figures, g = found.figures(), generator()
+    assert figures["lambda_max"] == pytest.approx(float(eigenvalues.max()), rel=1e-6)
+    assert figures["lambda_min"] == pytest.approx(float(eigenvalues.min()), rel=1e-6)
+    Z = torch.stack([2 * torch.randint(0, 2, (size,), generator=g) - 1 for _ in range(3)]).double()
+    for k in range(1, 6):
+        exact = torch.einsum("pi,ij,pj->p", Z, torch.linalg.matrix_power(H, k), Z) / size
+        torch.testing.assert_close(found.each(lambda n, k=k: n**k), exact, rtol=1e-5, atol=0)  # norms and loss are float32
+
+
+def test_the_trace_is_hutchinsons_estimate_from_the_same_probes():
+    """However few the steps."""
+    A, g, estimates = symmetric(40), generator(), []
+    for _ in range(3):
+        z = (2 * torch.randint(0, 2, (40,), generator=g) - 1).double()
+        estimates.append(float(z @ A @ z))
+    figures = of(A, probes=3, steps=2).figures()
+    assert figures["trace"] == pytest.approx(sum(estimates) / 3)
+    assert figures["trace_std"] == pytest.approx(float(torch.tensor(estimates).std()))
+
+
+def test_straight_through_leaves_out_rows_and_columns():
+    A, inside = symmetric(6), torch.tensor([1.0, 0, 1, 1, 0, 1]).double()
+    product = straight_through(A.__matmul__, inside)
+    dense = torch.stack([product(e) for e in torch.eye(6).double()])
+    kept = inside.bool()
+    assert (
+        torch.equal(dense[kept][:, kept], A[kept][:, kept])
+        and float(dense[~kept].abs().sum() + dense[:, ~kept].abs().sum()) == 0
+    )
+
+
 def test_no_eigenvalue_comes_twice():
     """Without orthogonalisation against all vectors a large one does, long before 60 steps."""
     d = torch.cat([torch.tensor([1000.0, 500.0]), torch.linspace(0, 1, 98)]).double()
@@ -99,6 +146,11 @@ def test_shares_near_zero_and_below_it():
     figures = of(torch.diag(d), probes=20, near_zero=1e-3).figures()
     assert figures["near_zero"] == pytest.approx(0.3, abs=1e-6) and figures["negative"] == pytest.approx(0.1, abs=1e-6)
     assert figures["near_zero_std"] < 1e-6
+
+
+def test_models_are_compared_at_one_threshold():
+    small = of(torch.diag(torch.tensor([0.01] * 50 + [1e-6] * 50).double()), probes=20)
+    assert small.figures()["near_zero"] == pytest.approx(0.5) and small.figures(0.1)["near_zero"] == pytest.approx(1)
 
 
 def test_the_density_integrates_to_one():
@@ -141,6 +193,20 @@ def test_parameters_that_the_loss_does_not_depend_on_have_zero_curvature():
     a, b = torch.ones(3).requires_grad_(), torch.ones(2).requires_grad_()
     product = hessian_product(lambda: (a**3).sum(), [a, b])
     assert product(torch.ones(5)).tolist() == [6, 6, 6, 0, 0]
+
+
+def test_a_linear_loss_has_no_curvature():
+    a = torch.ones(3).requires_grad_()
+    assert hessian_product(lambda: a.sum(), [a])(torch.ones(3)).tolist() == [0, 0, 0]
+
+
+def test_weights_that_change_under_a_product_are_an_error_not_a_stale_hessian():
+    a = torch.ones(3).requires_grad_()
+    product = hessian_product(lambda: (a**3).sum(), [a])
+    with torch.no_grad():
+        a.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product(torch.ones(3))
 
 
 def test_a_product_that_is_no_number_is_refused():
