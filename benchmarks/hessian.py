@@ -4,7 +4,7 @@ WinQ (arXiv 2605.17471) hold here? Magnitudes fall from 4 bits to 1, the share n
 The embedded model, every matrix rounded to nearest at one width, the reference at 16: the Hessian at Q(W) of the middle
 block's matrices, and with `pulled` that at the latent weights, which are the reference's, after W <- 0.6 W + 0.4 Q(W). Then
 a small model that is really trained at each width (`benchmarks.hessian_small`). Text: validation articles. Near zero is, for
-all rows of a model, what is nearer to zero than a thousandth of its reference's largest magnitude. --seeds: probes. Pictures
+all rows of a model, what is nearer to zero than a hundredth of its reference's largest magnitude. --seeds: probes. Pictures
 are left in artifacts/hessian. Uses the artifacts of prepare to supernet; rows that are finished survive a kill.
 """
 
@@ -59,6 +59,7 @@ def _claims(model: str, rows: list[Row]) -> list[str]:
     four, one, latent = by["embedded", 4], by["embedded", 1], by["embedded", 16]
     return [
         compared(f"{model}: magnitudes are larger at 4 bits than at 1", one, four),
+        compared(f"{model}: the mean square is larger at 4 bits than at 1", one, four, "rms"),
         compared(f"{model}: more is near zero at 1 bit than at 4", four, one, "near_zero"),
         *(
             compared(f"{model}, {b} bits: a pull raises magnitudes at the latent weights", latent, by["embedded, pulled", b])

@@ -152,6 +152,7 @@ def claims(rows: list[Row]) -> list[str]:
     for step in (0, last):
         four, one = by["small", 4, step], by["small", 1, step]
         said.append(compared(f"small, step {step}: magnitudes are larger at 4 bits than at 1", one, four))
+        said.append(compared(f"small, step {step}: the mean square is larger at 4 bits than at 1", one, four, "rms"))
         said.append(compared(f"small, step {step}: more is near zero at 1 bit than at 4", four, one, "near_zero"))
     for bits in WIDTHS:
         name, early, end = f"small, {bits} bits", by["small", bits, LOOKS[1]], by["small", bits, last]

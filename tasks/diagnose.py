@@ -34,7 +34,7 @@ class DiagnoseConfig:
 
     probes: int | None = by_effort(demo=0, full=8)
     steps: int = 20
-    near_zero: float = 1e-3
+    near_zero: float = 1e-2
     block: int | None = None
     windows: int = 2
     tokens: int = 128

@@ -20,7 +20,8 @@ twice through the rounding and so sees the latter, and calls near zero what is b
 
 What cannot be seen: a matrix whose inputs are n tokens has curvature in at most n directions of its columns, so with fewer
 tokens than columns the rest of the spectrum is exactly zero for want of text; and m nodes do not tell apart what lies closer
-together than about the m-th part of the spectrum's range, so a share near zero is mostly that of one node there.
+together than about the m-th part of the spectrum's range, so a share near zero is mostly the weight of one node there, and
+falls from all to nothing where the threshold comes below that node. `rms`, a moment, is exact for a probe whatever m.
 """
 
 import math
@@ -44,7 +45,7 @@ class HessianConfig:
 
     probes: int = 4
     steps: int = 30
-    near_zero: float = 1e-3
+    near_zero: float = 1e-2
 
     def __post_init__(self) -> None:
         above_zero(self, "probes", "steps", "near_zero")
@@ -122,15 +123,16 @@ class Spectrum:
         return self.config.near_zero * max(float(n.abs().max()) for n in self.nodes)
 
     def figures(self, flat: float | None = None) -> dict[str, float]:
-        """lambda_max, lambda_min, trace, near_zero and negative (shares of the density: nearer to zero than `flat`, and
-        below -flat), each with its standard deviation over the probes beside it, as `<name>_std`; 0 with one probe. flat:
-        None takes this spectrum's own; models are compared at one."""
+        """lambda_max, lambda_min, trace, rms (the root of the mean square), near_zero and negative (shares of the density:
+        nearer to zero than `flat`, and below -flat), each with its standard deviation over the probes beside it, as
+        `<name>_std`; 0 with one probe. flat: None takes this spectrum's own; models are compared at one."""
         extremes = torch.stack([torch.stack([n.max(), n.min()]) for n in self.nodes])
         flat = self.flat() if flat is None else flat
         found = {
             "lambda_max": extremes[:, 0],
             "lambda_min": extremes[:, 1],
             "trace": self.size * self.each(lambda n: n),
+            "rms": self.each(lambda n: n * n).sqrt(),
             "near_zero": self.each(lambda n: (n.abs() < flat).double()),
             "negative": self.each(lambda n: (n <= -flat).double()),
         }

@@ -30,7 +30,7 @@ def test_every_model_has_its_figures_with_their_spread_and_its_curve(diagnosed):
     rows = {r["model"]: r for r in store.load_json(out / "hessian.json")}
     assert list(rows) == ["reference", "lagrangian", "uniform", "lagrangian-winq", "lagrangian-latent", "lagrangian-pulled"]
     for row in rows.values():
-        names = ("lambda_max", "lambda_min", "trace", "near_zero", "negative")
+        names = ("lambda_max", "lambda_min", "trace", "rms", "near_zero", "negative")
         assert all(math.isfinite(row[n]) and math.isfinite(row[f"{n}_std"]) for n in names)
         assert row["lambda_max"] >= row["lambda_min"] and 0 <= row["near_zero"] + row["negative"] <= 1
     assert rows["reference"]["trace"] != rows["lagrangian"]["trace"]

@@ -74,9 +74,11 @@ def test_m_steps_reproduce_the_moments_up_to_2m_minus_1(m):
     assert float(found.each(lambda n, k=k: n**k)[0]) != pytest.approx(exact, rel=1e-6)
 
 
-def test_one_probe_of_signs_is_exact_for_the_trace_of_a_diagonal_operator():
+def test_one_probe_of_signs_is_exact_for_trace_and_mean_square_of_a_diagonal_operator():
     d = torch.randn(50, generator=generator(3), dtype=torch.float64)
-    assert of(torch.diag(d), steps=5).figures()["trace"] == pytest.approx(float(d.sum()))
+    figures = of(torch.diag(d), steps=5).figures()
+    assert figures["trace"] == pytest.approx(float(d.sum()))
+    assert figures["rms"] == pytest.approx(float(d.square().mean().sqrt()))
 
 
 def test_of_a_tiny_llama_too():
