@@ -62,7 +62,7 @@ def _claims(model: str, rows: list[Row]) -> list[str]:
         compared(f"{model}: the mean square is larger at 4 bits than at 1", one, four, "rms"),
         compared(f"{model}: more is near zero at 1 bit than at 4", four, one, "near_zero"),
         *(
-            compared(f"{model}, {b} bits: a pull raises magnitudes at the latent weights", latent, by["embedded, pulled", b])
+            compared(f"{model}, bits {b}: a pull raises magnitudes at the latent weights", latent, by["embedded, pulled", b])
             for b in PULLED
         ),
     ]

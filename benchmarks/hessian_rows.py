@@ -14,7 +14,7 @@ from tasks.diagnose import spectrum_of
 from tasks.settings import load as load_params
 from windquant.hessian import HessianConfig, Spectrum
 
-STEPS = 16
+STEPS, SAME = 16, 0.01
 Row = dict[str, Any]
 
 
@@ -47,9 +47,10 @@ class Kept:
 
 
 def compared(claim: str, before: Row, after: Row, key: str = "magnitude") -> str:
-    """Whether a figure is larger in `after`, by more than the standard deviations of both over the probes."""
+    """Whether a figure is larger in `after`, by more than the standard deviations of both over the probes, which say nothing
+    of the choice of text, and by more than SAME of it."""
     (x, spread), (y, other) = figure(before, key), figure(after, key)
-    verdict = "within the spread" if abs(y - x) <= spread + other else "yes" if y > x else "no"
+    verdict = "no difference" if abs(y - x) <= max(spread + other, SAME * abs(x)) else "yes" if y > x else "no"
     return f"{claim}: {verdict} ({x:.4g} +- {spread:.2g} to {y:.4g} +- {other:.2g})"
 
 

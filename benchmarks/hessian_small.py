@@ -155,7 +155,7 @@ def claims(rows: list[Row]) -> list[str]:
         said.append(compared(f"small, step {step}: the mean square is larger at 4 bits than at 1", one, four, "rms"))
         said.append(compared(f"small, step {step}: more is near zero at 1 bit than at 4", four, one, "near_zero"))
     for bits in WIDTHS:
-        name, early, end = f"small, {bits} bits", by["small", bits, LOOKS[1]], by["small", bits, last]
+        name, early, end = f"small, bits {bits}", by["small", bits, LOOKS[1]], by["small", bits, last]
         latent, pulled = by["small, latent", bits, last], by["small, latent pulled", bits, last]
         pulls = by["small, pulls", bits, last]
         said += [
