@@ -22,10 +22,11 @@ WIDTHS, PULLED, ALPHA = (16, 4, 3, 2, 1.58, 1), (2, 1), 0.4
 
 
 def run(seeds: int) -> tuple[list[Row], list[str]]:
-    kept = Kept(seeds)
-    embedded, small = _embedded(kept), hessian_small.rows(kept)
-    _pictures(kept, embedded, small)
-    return embedded + small, [*_claims("embedded, rounded", embedded), *hessian_small.claims(small)]
+    kept = Kept("hessian", seeds, ["windquant/supernet.py"])
+    small = Kept("hessian-small", seeds, ["benchmarks/hessian_small.py", "windquant/qat.py", "windquant/reconstruct.py"])
+    rows, trained = _embedded(kept), hessian_small.rows(small)
+    _pictures(kept, rows, trained)
+    return rows + trained, [*_claims("embedded, rounded", rows), *hessian_small.claims(trained)]
 
 
 def _embedded(kept: Kept) -> list[Row]:

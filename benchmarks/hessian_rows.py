@@ -19,12 +19,12 @@ Row = dict[str, Any]
 
 
 class Kept:
-    """Spectra made so far; those on disk hold while library and benchmark stay the same."""
+    """Spectra made so far; those on disk, under `name`, hold while the code that they are made with stays the same."""
 
-    def __init__(self, probes: int) -> None:
-        files = [*store.Path("windquant").glob("*.py"), *store.Path("benchmarks").glob("hessian*.py")]
-        code = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files)) + str(probes).encode())
-        self.scratch = store.Scratch("benchmark-hessian", code.hexdigest())
+    def __init__(self, name: str, probes: int, code: Sequence[str]) -> None:
+        files = ("windquant/hessian.py", "benchmarks/hessian_rows.py", *code)
+        made_of = [probes, *(store.hash_file(store.Path(f)) for f in files)]
+        self.scratch = store.Scratch(f"benchmark-{name}", hashlib.sha256(repr(made_of).encode()).hexdigest())
         self.config = replace(load_params().diagnose, probes=probes, steps=STEPS)
         self.made: dict[str, tuple[Spectrum, float]] = {}
 
