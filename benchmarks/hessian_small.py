@@ -87,7 +87,7 @@ def quantized(reference: Any, bits: float) -> Any:
     for m in blocks.matrices(reference):
         w = reference.get_submodule(m.name).weight
         packed, _ = quantize_matrix(w, torch.eye(m.columns), [bits] * -(-m.columns // CHUNK), CHUNK)
-        model.set_submodule(m.name, qat.QuantizedLinear(packed, like=w))
+        model.set_submodule(m.name, qat.QuantizedLinear(packed, like=w, inside=0.49))
     return model
 
 
