@@ -22,7 +22,6 @@ from tasks.job import Job, Record
 from windquant import blocks, hessian, qat
 from windquant.errors import above_zero, between_0_and_1
 from windquant.hessian import HessianConfig, Spectrum
-from windquant.quantize import PackedMatrix
 
 log = logging.getLogger("windquant")
 
@@ -90,11 +89,8 @@ def _models(job: Job, alpha: float) -> Iterator[tuple[str, float, Any]]:
 @torch.no_grad()
 def at_latent_weights(model: Any, reference: Any, alpha: float) -> Any:
     """A packed model as a dense one, at the weights that training starts from, pulled by alpha."""
-    quantization, latent = model.hf_quantizer.quantization_config.quantization, {}
-    for name, (rows, columns, symbols) in quantization.plan.items():
-        layer = model.get_submodule(name)
-        matrix = PackedMatrix(rows, columns, quantization.chunk_size, symbols, layer.codes, layer.scale, layer.span,
-                              layer.salient)  # fmt: skip
+    latent = {}
+    for name, _, matrix in packed.matrices(model):
         trained = qat.QuantizedLinear(matrix, like=reference.get_submodule(name).weight)
         trained.pull_to_grid_(alpha)
         latent[name] = latent_weights(trained)

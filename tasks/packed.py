@@ -1,6 +1,7 @@
 """Loading checkpoints of ours, the way their users do: through transformers."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from tasks import models
 from tasks.errors import UserError, first_line
 from windquant import checkpoint, plugin
+from windquant.layers import PackedLinear
+from windquant.quantize import PackedMatrix
 
 COMPANIONS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "generation_config")
 
@@ -25,6 +28,16 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32)
     if not isinstance(model.hf_quantizer, plugin.WindquantQuantizer):
         raise AssertionError(f"transformers loaded {folder} without this format's quantizer: its weights are made up")
     return model
+
+
+def matrices(model: Any) -> Iterator[tuple[str, PackedLinear, PackedMatrix]]:
+    """The packed layers of a loaded model, each with what it holds."""
+    quantization = model.hf_quantizer.quantization_config.quantization
+    for name, (rows, columns, symbols) in quantization.plan.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, PackedLinear)
+        parts = layer.codes, layer.scale, layer.span, layer.salient
+        yield name, layer, PackedMatrix(rows, columns, quantization.chunk_size, symbols, *parts)
 
 
 def export_dense(folder: Path, out: Path) -> None:

@@ -12,8 +12,6 @@ from tasks.errors import UserError
 from tasks.finetune import FinetuneConfig
 from windquant import qat
 from windquant.engine import compute_fast
-from windquant.layers import PackedLinear
-from windquant.quantize import PackedMatrix
 
 
 class Student(nn.Module):
@@ -69,11 +67,6 @@ def build(source: Path, config: FinetuneConfig, device: torch.device) -> Student
     """Of a checkpoint folder that quantize wrote: weights start as near to the reference's as the codes allow."""
     reference = models.reference(store.path("prepare") / "model", device)
     model = packed.load(source, device)
-    quantization = model.hf_quantizer.quantization_config.quantization
-    for name, (rows, columns, symbols) in quantization.plan.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, PackedLinear)
-        matrix = PackedMatrix(rows, columns, quantization.chunk_size, symbols, layer.codes, layer.scale, layer.span,
-                              layer.salient)  # fmt: skip
+    for name, layer, matrix in list(packed.matrices(model)):
         model.set_submodule(name, qat.QuantizedLinear(matrix, layer.bias, reference.get_submodule(name).weight))
     return Student(model, reference.bfloat16() if compute_fast(device) else reference, config)
