@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from windquant import unpacking
 from windquant.blocks import linears
-from windquant.engine import FORWARD_WINDOWS, Engine, compute
+from windquant.engine import Engine
 from windquant.errors import InputError, about
 from windquant.grids import GRIDS, WIDTHS
 from windquant.quantize import PARTS, PackedMatrix, pack_matrix, quantize_matrix
 from windquant.reconstruct import Latent, reconstruct
 from windquant.salient import SALIENT_PARTS, Salient
+from windquant.streams import FORWARD_WINDOWS, compute
 from windquant.units import Unit, columns_of
 
 STORED = tuple(b for b in WIDTHS if b < 16)
