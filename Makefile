@@ -3,11 +3,20 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check ui serve bench clean
+.PHONY: run baselines compare test check ui serve bench clean
 .DELETE_ON_ERROR:
 
 run: $(READY)            ## the whole pipeline; a second time, with nothing changed, it does no work
 	@$(BIN)/python -m flows.run
+
+baselines: $(READY)      ## the pipeline with all published methods at 2, 3 and 4 bits; goes on where it was stopped
+	@$(BIN)/python -c 'import auto_round' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[baselines]'
+	@$(BIN)/python -m flows.run --every-baseline
+
+compare: $(READY)        ## the table and the plots of what is there, made again where needed
+	@test -d artifacts/benchmark || { echo "nothing to compare yet: make run"; exit 2; }
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m dvc repro --quiet --single-item compare
+	@cat artifacts/compare/table.md
 
 test: $(READY)           ## the test suite
 	$(BIN)/python -m pytest

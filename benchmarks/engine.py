@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.dense import Dense, on_starting_scales, round_to_nearest
-from tasks import models, plans, progress, store
-from tasks.errors import UserError
+from tasks import models, plans, progress, signround, store
 from tasks.settings import load as load_params
 from tasks.statistics import Protector
 from windquant.allocate import ALLOCATORS, Problem
 from windquant.engine import Engine
 from windquant.grids import WIDTHS
 from windquant.reconstruct import ReconstructConfig
+from windquant.units import effective_bits
 
-WINDOWS, TOKENS, STEPS, BATCH, GROUP = 32, 256, 50, 8, 64
+WINDOWS, TOKENS, STEPS, BATCH, GROUP = 32, 256, 50, signround.BATCH, 64
 ALL_TWO = 0.0
 """Stands for the bits that 2 bits everywhere take; all of the allocators' other targets are effective bits."""
 CASES = [
@@ -95,9 +95,7 @@ class Bench:
     def row(self, allocator: str, target: float, treatment: str, seed: int) -> dict[str, Any]:
         label, began = f"{allocator} {target:g} {treatment}", time.monotonic()
         if allocator == "auto-round":
-            model, bits = self._auto_round(int(target)), target + (16 + target) / GROUP
-            for name in self.dense.original:
-                self.dense.set(name, model.get_submodule(name).weight)
+            bits = self._auto_round(int(target))
         elif allocator == "reference":
             bits = target
         else:
@@ -138,17 +136,10 @@ class Bench:
                     self.dense.set(name, packed.dequantize())
         return plan.effective_bits
 
-    def _auto_round(self, bits: int) -> Any:
-        try:
-            from auto_round import AutoRound  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise UserError("auto-round is not installed; pip install -c constraints.txt -e '.[baselines]'") from None
-        folder = store.path("prepare") / "model"
-        model, data = models.load(folder, torch.device("cpu")), [_batch(w) for w in self.ids]
-        rounder = AutoRound(model, models.tokenizer(folder), bits=bits, group_size=GROUP, sym=False, iters=STEPS,
-                            nsamples=WINDOWS, seqlen=TOKENS, batch_size=BATCH, dataset=data, device_map="cpu")  # fmt: skip
-        return rounder.quantize()[0].float()
-
-
-def _batch(window: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": window[None], "attention_mask": torch.ones_like(window[None])}
+    def _auto_round(self, bits: int) -> float:
+        size = 0
+        for block in signround.quantize(store.path("prepare") / "model", self.ids, bits, GROUP, STEPS):
+            for name, stored in block.items():
+                self.dense.set(name, stored.dequantize())
+                size += sum(t.nbytes for t in stored.tensors().values())
+        return effective_bits(size, sum(w.numel() for w in self.dense.original.values()))

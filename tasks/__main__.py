@@ -1,9 +1,11 @@
-"""`python -m tasks <stage>`: run one stage in this process. What dvc.yaml calls.
+"""`python -m tasks <stage> [<variant>]`: run one stage in this process, of `baselines` one variant. What dvc.yaml calls.
 
 Exit codes: 0 done; 2 the user's to mend (one sentence says what); 130 interrupted; 1 anything else, with a traceback.
 """
 
+import contextlib
 import errno
+import functools
 import hashlib
 import importlib
 import json
@@ -21,8 +23,8 @@ from typing import Any
 
 # Nothing heavier up here: an interrupt while torch is imported must end in a sentence too.
 from tasks import interrupts
-from tasks.errors import UserError
-from tasks.stages import STAGES
+from tasks.errors import UserError, first_line
+from tasks.stages import MATRIX, STAGES, Piece
 from windquant.errors import InputError
 
 log = logging.getLogger("windquant")
@@ -42,15 +44,15 @@ IN_A_LOG = {"TQDM_MININTERVAL": "5", "TQDM_DELAY": "5"}
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1 or argv[0] not in STAGES:
-        print(f"usage: python -m tasks <{'|'.join(STAGES)}>", file=sys.stderr)
+    if len(argv) not in (1, 2) or argv[0] not in STAGES or (len(argv) == 2) != (argv[0] == MATRIX):
+        print(f"usage: python -m tasks <{'|'.join(STAGES)}>; {MATRIX} with <method>-<bits> behind it", file=sys.stderr)
         return USER_ERROR
-    stage = argv[0]
+    piece = Piece(*argv)
     interrupts.listen(signal.SIGTERM, signal.SIGINT)
     try:
-        log_file = Path(".state") / stage / "log.txt"
-        _logging(stage, log_file)
-        _run(stage, log_file)
+        log_file = Path(".state") / piece.key / "log.txt"
+        _logging(piece.name, log_file)
+        _run(piece, log_file)
         interrupts.ignore()
         return 0
     except (KeyboardInterrupt, Exception) as e:
@@ -60,10 +62,21 @@ def main(argv: list[str]) -> int:
             return INTERRUPTED
         sentence = str(e) if isinstance(e, UserError | InputError) else _resource_sentence(e)
         log.error("%s", sentence or traceback.format_exc())
+        if piece.variant:
+            _note_failure(piece, sentence or f"{type(e).__name__}: {first_line(e)}")
         return USER_ERROR if sentence else 1
 
 
-def _logging(stage: str, file: Path) -> None:
+def _note_failure(piece: Piece, reason: str) -> None:
+    """Beside the results of the others, where `compare` finds it: DVC keeps nothing of what failed."""
+    from tasks import store
+
+    store.run_record(piece.key).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # a full disk
+        store.save_json(store.failure(piece.key), {"variant": piece.variant, "reason": reason})
+
+
+def _logging(name: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     logging.raiseExceptions = False  # a full disk is reported once, not with every line of the log
     for name, value in QUIET.items():
@@ -71,7 +84,7 @@ def _logging(stage: str, file: Path) -> None:
     if not sys.stderr.isatty():
         os.environ |= IN_A_LOG
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(file, mode="w")]
-    handlers[0].setFormatter(logging.Formatter(f"{stage}: %(message)s"))
+    handlers[0].setFormatter(logging.Formatter(f"{name}: %(message)s"))
     handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for handler in handlers:
         log.addHandler(handler)
@@ -79,36 +92,37 @@ def _logging(stage: str, file: Path) -> None:
     log.propagate = False
 
 
-def _run(stage: str, log_file: Path) -> None:
+def _run(piece: Piece, log_file: Path) -> None:
     from tasks import settings, store, tracking
     from tasks.job import Record
 
     params = settings.load()
-    names = {n: asdict(getattr(params, n)) for n in ("common", stage)}
-    fingerprint = _fingerprint(stage, names)
-    with tracking.run(stage, {"stage": stage} | _provenance(), log_file) as opened:
+    stage, key = piece.stage, piece.key
+    fingerprint = _fingerprint(stage, {"variant": piece.variant} | _tracked(stage, params))
+    with tracking.run(piece.name, {"stage": stage} | _provenance(), log_file) as opened:
         opened.log(Record(params=params.flat("common") | params.flat(stage)))
-        scratch = store.Scratch(stage, fingerprint)
+        scratch = store.Scratch(key, fingerprint)
         if scratch.resumed:
             log.info("going on where an interrupted run stopped")
-        out = store.state(stage) / "out"
+        out = store.state(key) / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         began, cpu = time.time(), _cpu_seconds()
-        record = _stage(stage, params, out, scratch)
+        record = _stage(piece, params, out, scratch)
         interrupts.check()
         usage = _usage(time.time() - began, _cpu_seconds() - cpu)
         record.metrics = usage | record.metrics
         opened.log(record)
-        shutil.rmtree(store.path(stage), ignore_errors=True)
-        store.path(stage).parent.mkdir(exist_ok=True)
-        os.replace(out, store.path(stage))
-        store.save_json(store.run_record(stage), {"mlflow_run": opened.id} | usage | record.extra)
+        shutil.rmtree(store.path(key), ignore_errors=True)
+        store.path(key).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(out, store.path(key))
+        store.failure(key).unlink(missing_ok=True)
+        store.save_json(store.run_record(key), {"mlflow_run": opened.id} | usage | record.extra)
         scratch.clear()
     log.info("done in %.0f s", usage["wall_seconds"])
 
 
-def _stage(stage: str, params: Any, out: Path, scratch: Any) -> Any:
+def _stage(piece: Piece, params: Any, out: Path, scratch: Any) -> Any:
     import torch
 
     from windquant import memory
@@ -126,9 +140,21 @@ def _stage(stage: str, params: Any, out: Path, scratch: Any) -> Any:
         dial = reach(model, table.chunk_size, params.allocate.embedding_bits, table.protection)
         return f"target {dial.target_bits(params.allocate):.4g} effective bits; {dial}"
 
-    module = importlib.import_module(f"tasks.{stage}")
+    module = importlib.import_module(f"tasks.{piece.stage}")
     interrupts.check()
-    return module.run(getattr(params, stage), Job(stage, params.common, out, scratch, check_target))
+    job = Job(piece.stage, params.common, out, scratch, check_target, piece.variant, lambda name: getattr(params, name))
+    return module.run(getattr(params, piece.stage), job)
+
+
+def _tracked(stage: str, params: Any) -> dict[str, Any]:
+    """The sections and values that dvc.yaml tracks for a stage."""
+    from ruamel.yaml import YAML
+
+    tracked = {}
+    for name in YAML(typ="safe").load(Path("dvc.yaml").read_text())["stages"][stage]["params"]:
+        value = functools.reduce(getattr, name.split("."), params)
+        tracked[name] = value if "." in name else asdict(value)
+    return tracked
 
 
 def _fingerprint(stage: str, params: dict[str, Any]) -> str:

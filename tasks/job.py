@@ -17,6 +17,7 @@ from tasks.store import Scratch
 class Job:
     """out: an empty folder that becomes artifacts/<stage> when the stage succeeds. scratch: its resume state.
     check_target: raises when the params' target cannot be reached with a model (known before any weight is read).
+    variant: of a stage that is a matrix. section: other sections of the params; only what dvc.yaml tracks may be read.
     """
 
     stage: str
@@ -24,6 +25,8 @@ class Job:
     out: Path
     scratch: Scratch
     check_target: Callable[[nn.Module], str] = lambda model: ""
+    variant: str = ""
+    section: Callable[[str], Any] = lambda name: None
 
     @property
     def device(self) -> torch.device:
@@ -41,7 +44,8 @@ class Job:
 @dataclass
 class Record:
     """What MLflow is told. tables: name -> columns. curves: name -> a metric's values, step by step. files: logged as
-    artifacts. children: runs nested in this one. extra: goes into artifacts/runs/<stage>.json beside the usage."""
+    artifacts. children: runs nested in this one. published: runs of numbers that others measured, made once. extra: goes
+    into artifacts/runs/<stage>.json beside the usage."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
@@ -50,4 +54,5 @@ class Record:
     curves: dict[str, list[float]] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     children: dict[str, "Record"] = field(default_factory=dict)
+    published: dict[str, "Record"] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)

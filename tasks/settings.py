@@ -1,6 +1,8 @@
 """params.yaml to Params: strict, by dotted path."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ from pydantic.dataclasses import dataclass as validated
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from tasks.benchmark import BenchmarkConfig
+from tasks.baselines import BaselinesConfig
 from tasks.calibrate import CalibrateConfig
 from tasks.compare import CompareConfig
 from tasks.config import Common, resolve
 from tasks.diagnose import DiagnoseConfig
 from tasks.errors import UserError, first_line
 from tasks.finetune import FinetuneConfig
+from tasks.measure import BenchmarkConfig
 from tasks.prepare import PrepareConfig
 from tasks.quantize import QuantizeConfig
 from tasks.searching import AllocateConfig
@@ -34,6 +37,7 @@ SECTIONS: dict[str, type] = {
     "finetune": FinetuneConfig,
     "diagnose": DiagnoseConfig,
     "benchmark": BenchmarkConfig,
+    "baselines": BaselinesConfig,
     "compare": CompareConfig,
 }
 
@@ -52,6 +56,7 @@ class Params:
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    baselines: BaselinesConfig = field(default_factory=BaselinesConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
 
     def flat(self, section: str) -> dict[str, Any]:
@@ -70,6 +75,30 @@ def load(file: Path = Path("params.yaml")) -> Params:
         where = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"{file}{where} is not YAML: {problem or first_line(e)}") from e
     return parse(data or {}, file.name)
+
+
+@contextmanager
+def temporarily(section: str, values: dict[str, Any], file: Path = Path("params.yaml")) -> Iterator[None]:
+    """Other values in the file while something runs: DVC makes the variants of a matrix from nowhere else. What others write
+    into the file meanwhile stays."""
+    yaml = YAML()
+    yaml.preserve_quotes, yaml.width = True, 4096
+    before = file.read_text()
+    data = yaml.load(before)
+    kept = {k: data[section][k] for k in values}
+    data[section].update(values)
+    yaml.dump(data, file)
+    written = file.read_text()
+    try:
+        yield
+    finally:
+        now = file.read_text()
+        if now == written:
+            file.write_text(before)
+        else:
+            data = yaml.load(now)
+            data[section].update(kept)
+            yaml.dump(data, file)
 
 
 def parse(data: dict[str, Any], file: str = "params.yaml") -> Params:

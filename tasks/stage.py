@@ -41,14 +41,14 @@ def _worth_retrying(task: Any, run: Any, state: State) -> bool:
 
 @task(task_run_name="{stage}", cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=[10, 60],
       retry_condition_fn=_worth_retrying)  # fmt: skip
-def run_stage(stage: str, environment: dict[str, str]) -> State:
-    """`dvc repro -s <stage>`, its output in the task's log.
+def run_stage(stage: str, environment: dict[str, str], target: str) -> State:
+    """`dvc repro -s <target>`, its output in the task's log. target: what DVC calls the stage.
 
     Ends Executed, Cached or Restored; BadInput, without a retry, when the stage says what the user must mend.
     """
     log = get_run_logger()
     said: list[str] = []
-    command = [*DVC, "--wait-for-lock", "repro", "--single-item", stage]
+    command = [*DVC, "--wait-for-lock", "repro", "--single-item", target]
     # On a terminal the stage's live bars go straight there; its lines always come through the log.
     errors = None if sys.stderr.isatty() else subprocess.STDOUT
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
@@ -62,11 +62,11 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
             interrupts.check()
         except BaseException:
             _stop(process)
-            _restore(stage, environment)
+            _restore(target, environment)
             raise
     text = "\n".join(said)
     if process.returncode:
-        _restore(stage, environment)
+        _restore(target, environment)
         spoken = [s for s in said if s.startswith(f"{stage}: ")] or [s for s in said if s.startswith("ERROR: ")]
         last = spoken[-1] if spoken else f"{stage}: dvc exited with {process.returncode}"
         if USER_ERROR.search(text):
@@ -79,9 +79,9 @@ def run_stage(stage: str, environment: dict[str, str]) -> State:
     return Completed(message=f"{stage}: nothing changed", name="Cached")
 
 
-def _restore(stage: str, environment: dict[str, str]) -> None:
+def _restore(target: str, environment: dict[str, str]) -> None:
     """DVC deletes a stage's earlier result before it runs the stage; its cache still has it."""
-    subprocess.run([*DVC, "--quiet", "checkout", stage], env=environment, capture_output=True)
+    subprocess.run([*DVC, "--quiet", "checkout", target], env=environment, capture_output=True)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

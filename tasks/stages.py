@@ -1,4 +1,7 @@
-"""The stages and their order."""
+"""The stages, their order, and the pieces that run by themselves."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 STAGES = (
     "prepare",
@@ -10,5 +13,36 @@ STAGES = (
     "finetune",
     "diagnose",
     "benchmark",
+    "baselines",
     "compare",
 )
+MATRIX = "baselines"
+"""The stage that DVC runs as a matrix: every variant by itself."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stage, or one variant (`rtn-2`) of the matrix stage."""
+
+    stage: str
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its task run in Prefect, its run in MLflow, and its lines in a log."""
+        return f"{self.stage}-{self.variant}" if self.variant else self.stage
+
+    @property
+    def key(self) -> str:
+        """Of its folders, see `tasks.store`."""
+        return f"{self.stage}/{self.variant}" if self.variant else self.stage
+
+    @property
+    def target(self) -> str:
+        """What DVC calls it."""
+        return f"{self.stage}@{self.variant}" if self.variant else self.stage
+
+
+def pieces(variants: Iterable[str]) -> list[Piece]:
+    """All that a pipeline runs, in order. variants: of the matrix stage."""
+    return [Piece(stage, v) for stage in STAGES for v in (variants if stage == MATRIX else ("",))]

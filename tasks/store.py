@@ -2,6 +2,7 @@
 
 Layout: artifacts/<stage>/ is what a stage makes, the same bytes for the same inputs; artifacts/runs/<stage>.json says
 which run made it (MLflow run, hours, memory) and differs from run to run, so it lies apart and only `compare` reads it.
+Of a stage that DVC runs as a matrix, <stage> is here <stage>/<variant>.
 .state/<stage>/ is the stage's own: the half-made output, and what an interrupted run resumes from.
 """
 
@@ -35,6 +36,11 @@ def path(stage: str) -> Path:
 
 def run_record(stage: str) -> Path:
     return Path("artifacts/runs") / f"{stage}.json"
+
+
+def failure(stage: str) -> Path:
+    """What is noted of a variant that failed, until it succeeds; beside the others' results, no output of a stage."""
+    return path(stage).with_name(f"{path(stage).name}.failed.json")
 
 
 def state(stage: str) -> Path:

@@ -22,6 +22,7 @@ from filelock import FileLock
 from tasks import store
 from tasks.errors import UserError, first_line
 from tasks.job import Record
+from tasks.stages import Piece
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -72,6 +73,18 @@ class Run:
             run = _create(self.client, self.experiment, name, self.id, child.tags)
             _write(self.client, run, child)
             self.client.set_terminated(run, "FINISHED")
+        if record.published:
+            self._publish(record.published)
+
+    def _publish(self, records: dict[str, Record]) -> None:
+        """At the top, and each once: those that are there already stay as they are."""
+        there = self.client.search_runs([self.experiment], "tags.kind = 'published'", max_results=10_000)
+        names = {r.info.run_name for r in there if r.info.status == "FINISHED"}
+        for name, record in records.items():
+            if name not in names:
+                run = _create(self.client, self.experiment, name, None, {"kind": "published"})
+                _write(self.client, run, record)
+                self.client.set_terminated(run, "FINISHED")
 
     def file(self, path: Path) -> None:
         if path.exists():
@@ -129,7 +142,7 @@ def _process() -> dict[str, str]:
 
 def _create(api: "MlflowClient", experiment: str, name: str, parent: str | None, tags: dict[str, str]) -> str:
     nested = {"mlflow.parentRunId": parent} if parent else {}
-    return api.create_run(experiment, run_name=name, tags=tags | nested | {"kind": "measured"}).info.run_id
+    return api.create_run(experiment, run_name=name, tags={"kind": "measured"} | tags | nested).info.run_id
 
 
 def _write(api: "MlflowClient", run_id: str, record: Record) -> None:
@@ -169,17 +182,19 @@ def children_of(run_id: str) -> dict[str, dict[str, float]]:
     return {r.info.run_name or "": r.data.metrics for r in found}
 
 
-def summarise(opened: Run, states: dict[str, str]) -> None:
+def summarise(opened: Run, states: dict[Piece, str]) -> None:
     """The pipeline's run: the plan's headline metrics and pictures, what each stage did, the runs that made the
     artifacts, and the hours that *this* pipeline run spent."""
     from tasks import settings
 
     params = settings.load()
     spent = dict.fromkeys(("cpu_hours", "gpu_hours", "wall_seconds"), 0.0)
-    record = Record(tags={f"state/{stage}": state for stage, state in states.items()})
-    for stage, state in states.items():
-        made = store.load_json(store.run_record(stage))
-        record.tags[f"run/{stage}"] = made["mlflow_run"]
+    record = Record(tags={f"state/{piece.name}": state for piece, state in states.items()})
+    for piece, state in states.items():
+        if state == "Failed":
+            continue
+        made = store.load_json(store.run_record(piece.key))
+        record.tags[f"run/{piece.name}"] = made["mlflow_run"]
         if state == "Executed":
             spent = {k: v + made[k] for k, v in spent.items()}
         for peak in ("peak_rss_gib", "peak_gpu_gib"):

@@ -8,10 +8,13 @@ import pytest
 from ruamel.yaml import YAML
 
 from tasks import settings, store
-from tasks.stages import STAGES
+from tasks.baselines import BaselinesConfig
+from tasks.measure import BenchmarkConfig
+from tasks.stages import MATRIX, STAGES, Piece
 from tests.imports import closure, names
 
 DVC = YAML(typ="safe").load(Path("dvc.yaml").read_text())
+VARIANT = "${item.method}-${item.bits}"
 SOURCES = [f for package in ("windquant", "tasks", "flows", "benchmarks") for f in Path(package).rglob("*.py")]
 
 
@@ -20,14 +23,26 @@ def test_stages_have_one_name_in_six_places():
     assert tuple(f.name for f in fields(settings.Params)) == ("common", *STAGES) == tuple(settings.SECTIONS)
     assert tuple(YAML(typ="safe").load(Path("params.yaml").read_text())) == ("common", *STAGES)
     for stage in STAGES:
-        assert DVC["stages"][stage]["cmd"] == f"python -m tasks {stage}"
+        variant = f" {VARIANT}" if stage == MATRIX else ""
+        assert DVC["stages"][stage]["cmd"] == f"python -m tasks {stage}{variant}"
         assert callable(importlib.import_module(f"tasks.{stage}").run)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_tracks_its_own_section_and_its_own_outputs(stage):
-    assert DVC["stages"][stage]["params"] == ["common", stage]
-    assert DVC["stages"][stage]["outs"] == [str(store.path(stage)), str(store.run_record(stage))]
+    key = Piece(stage, VARIANT if stage == MATRIX else "").key
+    assert DVC["stages"][stage]["outs"] == [str(store.path(key)), str(store.run_record(key))]
+    if stage != MATRIX:
+        assert DVC["stages"][stage]["params"] == ["common", stage]
+
+
+def test_a_variant_tracks_what_it_is_made_and_measured_with_but_not_the_lists_of_variants():
+    """Else one more method would make all others again. Completions are benchmark's own."""
+    lists = {"methods", "bits"}
+    assert DVC["stages"][MATRIX]["matrix"] == {"method": "${baselines.methods}", "bits": "${baselines.bits}"}
+    own = {f"baselines.{f.name}" for f in fields(BaselinesConfig) if f.name not in lists}
+    shared = {f"benchmark.{f.name}" for f in fields(BenchmarkConfig) if not f.name.startswith("completion")}
+    assert set(DVC["stages"][MATRIX]["params"]) == {"common"} | own | shared
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -40,7 +55,7 @@ def test_deps_cover_every_module_a_stage_imports(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_deps_are_outputs_of_earlier_stages_or_the_users_folders(stage):
     earlier = STAGES[: STAGES.index(stage)]
-    outs = [str(p) for s in earlier for p in (store.path(s), store.run_record(s))]
+    outs = [str(p) for s in earlier for p in (store.path(s), store.run_record(s))] + ["artifacts/runs/baselines"]
     for dep in (d for d in DVC["stages"][stage]["deps"] if not d.endswith(".py")):
         assert dep in ("data/sources", "data/tasks") or any(dep == o or dep.startswith(f"{o}/") for o in outs), dep
 
@@ -52,8 +67,8 @@ def test_params_yaml_names_every_parameter_and_gives_the_defaults():
         assert sorted(data[name]) == sorted(f.name for f in fields(cls)), name
     given = {"prepare": {"model", "text"}}
     for name, cls in settings.SECTIONS.items():
-        default = cls()
-        assert {k for k, v in data[name].items() if getattr(default, k) != v} == given.get(name, set()), name
+        default = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(cls()).items()}
+        assert {k for k, v in data[name].items() if default[k] != v} == given.get(name, set()), name
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=str)
@@ -69,6 +84,7 @@ def test_imports_run_from_flows_to_tasks_to_windquant(file):
     [
         ("mlflow", {"tasks/tracking.py"}),
         ("lm_eval", {"tasks/harness.py"}),
+        ("auto_round", {"tasks/signround.py"}),
         ("prefect", {"tasks/stage.py", "flows/pipeline.py"}),
         (
             "transformers",

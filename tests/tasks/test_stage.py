@@ -48,7 +48,7 @@ def run(prefect_server, tmp_path, monkeypatch):
         @flow
         def one():
             task = stage.run_stage.with_options(retry_delay_seconds=0)
-            ended.append(task("calibrate", dict(os.environ), return_state=True))
+            ended.append(task("calibrate", dict(os.environ), "calibrate", return_state=True))
 
         one()
         return ended[0], Path("calls").read_text().split()

@@ -61,7 +61,7 @@ def quantize(view: View, bits: int, group: int) -> Iterator[tuple[str, AffineMat
         kept |= {} if places[owner] else dict.fromkeys(names, found[owner].half())
     for place in places.values():
         if place is not None and not isinstance(place, nn.Linear):
-            yield fold.names[place], HalfVector(place.weight.half())  # pyright: ignore[reportCallIssue]
+            yield fold.names[place], HalfVector(_weight(place).half())
     for name, layer in layers.items():
         stored = round_to_nearest(layer.weight, bits, group)
         yield name, AffineMatrix(bits, group, stored.codes, stored.scale, stored.zero, kept.get(name))
@@ -73,7 +73,8 @@ def scale_(place: nn.Module | None, layers: Sequence[nn.Linear], s: Tensor) -> N
     for layer in layers:
         layer.weight *= s
     if place is not None:
-        place.weight /= s if place.weight.ndim == 1 else s[:, None]  # pyright: ignore
+        weight = _weight(place)
+        weight /= s if weight.ndim == 1 else s[:, None]
 
 
 class Fold:
@@ -99,17 +100,17 @@ class Fold:
         first = min((self._order.index(m) for m in layers if m in self._order), default=0)
         columns = layers[0].in_features
         for module in dict.fromkeys(reversed(self._order[:first])):
-            if len(module.weight) == columns and self._exact(module, layers):  # pyright: ignore
+            if len(_weight(module)) == columns and self._exact(module, layers):
                 return module
         return None
 
     @torch.no_grad()
     def _exact(self, module: nn.Module, layers: Sequence[nn.Linear]) -> bool:
-        originals = [(m, m.weight.clone()) for m in (module, *layers)]  # pyright: ignore
+        originals = [(w, w.clone()) for w in map(_weight, (module, *layers))]
         scale_(module, layers, torch.linspace(0.5, 2, layers[0].in_features, device=self._x.device))
         off = (self._output() - self._expected).norm() / self._expected.norm()
-        for m, weight in originals:
-            m.weight.copy_(weight)  # pyright: ignore
+        for weight, original in originals:
+            weight.copy_(original)
         return float(off) < EXACT
 
 
@@ -117,3 +118,9 @@ def _scalable(module: nn.Module) -> bool:
     """A linear layer or a norm, without a bias, which would have to be scaled, too."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and len(list(module.parameters())) == 1 and weight.ndim <= 2
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight

@@ -1,0 +1,141 @@
+"""Stage 10: a published method beside ours, at some bits; a matrix of methods and bits, every variant by itself.
+
+Out, a variant: block-<i>.safetensors, codes, scales and zero points as `windquant.baselines` packs them; results.json, a row
+like those of benchmark, measured on what was loaded back from the files. A width that a method does not admit makes a row
+that says so; a method that fails leaves nothing, and is tried again next time.
+"""
+
+import logging
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks import measure, models, progress, signround, store
+from tasks.job import Job, Record
+from windquant import blocks, checkpoint
+from windquant.baselines.methods import METHODS, Peer, stored_of
+from windquant.errors import above_zero
+from windquant.streams import Stored
+from windquant.units import effective_bits
+
+log = logging.getLogger("windquant")
+BY_LIBRARY = {"signround": (2, 3, 4)}
+"""Bits that methods of other people's libraries admit."""
+ADMITTED = {name: m.bits for name, m in METHODS.items()} | BY_LIBRARY
+
+
+@dataclass(frozen=True)
+class BaselinesConfig:
+    """methods, bits: what is made, all of one at all of the other. group: columns with a scale and a zero point. windows:
+    calibration windows; null: all. learn_steps, learn_tokens: of methods that learn, steps a block and tokens a window."""
+
+    methods: tuple[str, ...] = ("rtn", "hqq", "gptq")
+    bits: tuple[int, ...] = (2,)
+    group: int = 64
+    windows: int | None = None
+    learn_steps: int = 50
+    learn_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        above_zero(self, "group", "learn_steps", "learn_tokens", *(["windows"] if self.windows is not None else []))
+        unknown = [m for m in self.methods if m not in ADMITTED]
+        if unknown:
+            raise ValueError(f"methods has '{unknown[0]}', which is not one of {', '.join(ADMITTED)}")
+        for name in ("methods", "bits"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} is empty or names one twice; give at least one, each once")
+        if not all(1 <= b <= 8 for b in self.bits):
+            raise ValueError(f"bits {list(self.bits)} are not all between 1 and 8")
+
+    @property
+    def variants(self) -> list[str]:
+        return [f"{m}-{b}" for m in self.methods for b in self.bits]
+
+
+def run(config: BaselinesConfig, job: Job) -> Record:
+    method, _, width = job.variant.partition("-")
+    bits, manifest = int(width), store.load_json(store.path("prepare") / "manifest.json")
+    evaluation: measure.BenchmarkConfig = job.section("benchmark")
+    row = {"method": method, "bits": bits, "kind": "measured", "facts": _facts(evaluation, manifest)}
+    if bits not in ADMITTED[method]:
+        admitted = ", ".join(map(str, ADMITTED[method]))
+        row |= {"kind": "unsupported", "reason": f"{method} is for {admitted} bits, not {bits}"}
+        store.save_json(job.out / "results.json", row)
+        log.info("%s", row["reason"])
+        return Record(tags={"method": method, "kind": "unsupported"})
+    began = time.monotonic()
+    report = progress.bar(f"{method} at {bits} bits")
+    for i, block in enumerate(_made(method, bits, config, job, report)):
+        tensors = {f"{path}.{part}": t for path, stored in block.items() for part, t in stored.tensors().items()}
+        store.save_tensors(job.out / f"block-{i}.safetensors", tensors)
+    spent = {"seconds": time.monotonic() - began, "peak_gib": _peak()}
+    model, size = load(job.out, bits, config.group, job.device)
+    reference = models.reference(store.path("prepare") / "model", job.device)
+    measured = measure.measure(job.variant, model, reference, evaluation, manifest)
+    settings = {k: v for k, v in asdict(config).items() if k not in ("methods", "bits")}
+    store.save_json(job.out / "results.json", row | size | measured | {"settings": settings})
+    log.info("%s: %.4f effective bits, perplexity %.2f, mean accuracy %.3f, %.0f s", job.variant, size["effective_bits"],
+             measured["perplexity"], measured["acc_mean"], spent["seconds"])  # fmt: skip
+    return Record(metrics=size | measured | spent, params=row["facts"], tags={"method": method},
+                  files=[job.out / "results.json"], extra=spent)  # fmt: skip
+
+
+def _facts(config: measure.BenchmarkConfig, manifest: dict[str, Any]) -> dict[str, Any]:
+    hashes = {k: manifest[k] for k in ("model_hash", "text_hash", "windows_hash")}
+    return measure.facts(config, manifest, measure.tasks_of(config)) | hashes
+
+
+def _made(method: str, bits: int, config: BaselinesConfig, job: Job, report: Any) -> Iterator[dict[str, Stored]]:
+    """Every block's matrices, first to last."""
+    folder = store.path("prepare") / "model"
+    ids = store.load_tensors(store.path("prepare") / "windows" / "calibration.safetensors")["ids"][: config.windows].long()
+    if method == "signround":
+        yield from signround.quantize(folder, ids[:, : config.learn_tokens], bits, config.group, config.learn_steps)
+    else:
+        walk = models.walk(folder, job.device)
+        peer = Peer(walk, METHODS[method], bits, config.group, job.common.seed, job.scratch, job.variant)
+        yield from peer.method.blocks(peer, ids, report)
+
+
+def load(folder: Path, bits: int, group: int, device: torch.device) -> tuple[Any, dict[str, float]]:
+    """The reference with what is stored in a variant's folder in its place, all else in float16 as checkpoints have it; and
+    its size: all stored bytes of the matrices, and of the model with them."""
+    source = store.path("prepare") / "model"
+    model = models.reference(source, device)
+    walk = models.walk(source, device)
+    body = sum(m.weights for m in blocks.matrices(walk.model))
+    rest = checkpoint.others(model)
+    with torch.no_grad():
+        for name, tensor in rest.items():
+            tensor.copy_(checkpoint.store_other(name, tensor))
+        size = header = codes = 0
+        for i in range(len(walk)):
+            file = folder / f"block-{i}.safetensors"
+            tensors = store.load_tensors(file)
+            header += file.stat().st_size - sum(t.nbytes for t in tensors.values())
+            # A norm that took a matrix's scales is as large as before.
+            size += sum(t.nbytes for name, t in tensors.items() if f"{name.rpartition('.')[0]}.weight" not in rest)
+            codes += sum(t.numel() for name, t in tensors.items() if name.endswith(".codes"))
+            for path, stored in stored_of(walk, i, tensors, bits, group).items():
+                model.get_submodule(path).weight.copy_(stored.dequantize())
+    whole = size + header + 2 * sum(t.numel() for t in rest.values())
+    parameters = body + sum(t.numel() for t in rest.values())
+    return model, {
+        "effective_bits": effective_bits(size, body),
+        "effective_bits_model": effective_bits(whole, parameters),
+        "effective_bits_paper": effective_bits(codes, body),
+        "model_bytes": float(whole),
+    }
+
+
+def _peak() -> float:
+    """GiB that making the model took: of the accelerator where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
