@@ -11,11 +11,12 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
-from tasks import store
-from tasks.stages import STAGES
+from tasks import published, store
+from tasks.stages import pieces
 from tests.conftest import article, tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+PIECES = pieces(["rtn-2", "gptq-2"])
 pytestmark = pytest.mark.filterwarnings("ignore")  # MLflow's own, when the runs are read back
 
 
@@ -43,7 +44,8 @@ def clone(folder: Path) -> Path:
                      "losses": 2, "curriculum": [3.0]},
            quantize={"export_dequantized": True}, finetune={"steps": 4, "save_every": 2},
            diagnose={"probes": 1, "steps": 3, "windows": 1, "tokens": 32},
-           benchmark={"windows": 4, "limit": 4, "completions": 2, "completion_tokens": 4})  # fmt: skip
+           benchmark={"windows": 4, "limit": 4, "completions": 2, "completion_tokens": 4},
+           baselines={"methods": ["rtn", "gptq"], "group": 32})  # fmt: skip
     return folder
 
 
@@ -70,15 +72,25 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = clone(tmp_path_factory.mktemp("project"))
     done = run(folder, "flows.run")
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("MLflow UI", "Prefect UI", "| reference", "| uniform", "| lagrangian", "| ppo", "| ppo-winq"):
+    for name in (
+        "MLflow UI",
+        "Prefect UI",
+        "| reference",
+        "| uniform",
+        "| lagrangian",
+        "| ppo",
+        "| ppo-winq",
+        "| rtn-2",
+        "| gptq-2",
+    ):
         assert name in done.stdout
     return folder
 
 
 def test_every_stage_left_its_artifacts_and_the_plan_keeps_its_budget(project, monkeypatch):
     monkeypatch.chdir(project)
-    for stage in STAGES:
-        assert store.path(stage).is_dir() and "mlflow_run" in store.load_json(store.run_record(stage))
+    for piece in PIECES:
+        assert store.path(piece.key).is_dir() and "mlflow_run" in store.load_json(store.run_record(piece.key))
     metrics = store.load_json(store.path("compare") / "metrics.json")
     assert 0.97 * 2.75 < metrics["effective_bits"] <= 2.75
     assert {p.name for p in store.path("compare").glob("*.png")} == {"pareto.png", "allocation.png", "widths.png"}
@@ -100,16 +112,18 @@ def test_mlflow_holds_one_pipeline_run_with_a_nested_run_a_stage(project, monkey
     assert parent.info.status == "FINISHED"
     assert {"effective_bits", "target_bits", "model_bytes", "perplexity", "kl_to_reference", "acc/last_word", "acc_mean",
             "gpu_hours", "cpu_hours", "wall_seconds", "peak_rss_gib", "bits_share/2", "bytes/codes"} <= parent.data.metrics.keys()  # fmt: skip
-    for stage in STAGES:
-        assert runs[stage].data.tags["mlflow.parentRunId"] == parent.info.run_id
-        assert runs[stage].info.status == "FINISHED" and parent.data.tags[f"state/{stage}"] == "Executed"
+    for piece in PIECES:
+        assert runs[piece.name].data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert runs[piece.name].info.status == "FINISHED" and parent.data.tags[f"state/{piece.name}"] == "Executed"
+    assert runs["baselines-gptq-2"].data.metrics["perplexity"] > 0
+    assert {n for n, r in runs.items() if r.data.tags["kind"] == "published"} == {row.name for row in published.ROWS}
 
 
 def test_a_second_run_does_no_work_and_says_so(project):
-    before = {s: (project / store.run_record(s)).read_text() for s in STAGES}
+    before = {p: (project / store.run_record(p.key)).read_text() for p in PIECES}
     done = run(project, "flows.run")
-    assert done.returncode == 0 and "nothing changed: all 10 stages are up to date" in done.stdout + done.stderr
-    assert before == {s: (project / store.run_record(s)).read_text() for s in STAGES}
+    assert done.returncode == 0 and "nothing changed: all 12 stages are up to date" in done.stdout + done.stderr
+    assert before == {p: (project / store.run_record(p.key)).read_text() for p in PIECES}
 
 
 def test_bad_input_ends_in_a_sentence_and_leaves_everything(project):

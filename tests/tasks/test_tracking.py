@@ -42,6 +42,17 @@ def test_curves_are_kept_step_by_step(home):
     assert len(api.get_metric_history(opened.id, "long")) == 150
 
 
+def test_published_runs_are_made_once_and_say_so(home):
+    published = {"LLaMA-3-1B WINDQuant 2.01": Record({"perplexity": 19.64}, tags={"source": "arXiv 2605.26660"})}
+    for _ in range(2):
+        with tracking.run("compare", {}) as opened:
+            opened.log(Record(published=published))
+    api, experiment = tracking.client()
+    (found,) = api.search_runs([experiment], "tags.kind = 'published'")
+    assert found.data.metrics == {"perplexity": 19.64} and found.data.tags["source"] == "arXiv 2605.26660"
+    assert found.info.status == "FINISHED" and tracking.children_of(opened.id) == {}
+
+
 def test_a_failed_run_stays_as_failed_with_its_log(home):
     log = home / "log.txt"
     log.write_text("what happened")
