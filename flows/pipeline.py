@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State  # noqa: E402
 from prefect.logging import get_run_logger  # noqa: E402
 from prefect.states import Completed, Failed  # noqa: E402
 
-from tasks import interrupts, settings, tracking  # noqa: E402
+from tasks import interrupts, settings, store, tracking  # noqa: E402
 from tasks.baselines import ADMITTED  # noqa: E402
 from tasks.errors import UserError  # noqa: E402
 from tasks.stage import StageFailed, run_stage  # noqa: E402
@@ -28,16 +28,10 @@ def pipeline(every_baseline: bool = False) -> State:
     """Run what has changed, from prepare to compare. An unchanged pipeline does no work and says so. every_baseline: all
     methods at 2, 3 and 4 bits, instead of those in params.yaml."""
     os.chdir(ROOT)
-    if not every_baseline:
-        return _pipeline()
-    with settings.temporarily("baselines", {"methods": list(ADMITTED), "bits": [2, 3, 4]}):
-        return _pipeline()
-
-
-def _pipeline() -> State:
     log = get_run_logger()
+    every = {"methods": list(ADMITTED), "bits": [2, 3, 4]} if every_baseline else {}
     try:
-        with tracking.run("pipeline", {"stage": "pipeline"}) as opened:
+        with settings.temporarily("baselines", every), tracking.run("pipeline", {"stage": "pipeline"}) as opened:
             environment = dict(os.environ) | {tracking.PARENT: opened.id, "PYTHONUNBUFFERED": "1"}
             states = {piece: _run(piece, environment) for piece in pieces(settings.load().baselines.variants)}
             tracking.summarise(opened, states)
@@ -61,6 +55,8 @@ def _run(piece: Piece, environment: dict[str, str]) -> str:
         if piece.stage == MATRIX:
             return "Failed"
         raise (UserError if state.name == "BadInput" else StageFailed)(state.message)
+    if piece.stage == MATRIX:
+        store.failure(piece.key).unlink(missing_ok=True)  # also when DVC put back an earlier result and nothing ran
     return state.name or "Completed"
 
 

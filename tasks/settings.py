@@ -80,14 +80,16 @@ def load(file: Path = Path("params.yaml")) -> Params:
 @contextmanager
 def temporarily(section: str, values: dict[str, Any], file: Path = Path("params.yaml")) -> Iterator[None]:
     """Other values in the file while something runs: DVC makes the variants of a matrix from nowhere else. What others write
-    into the file meanwhile stays."""
+    into the file meanwhile stays. Raises UserError as `load` does."""
+    load(file)
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 4096
     before = file.read_text()
     data = yaml.load(before)
     kept = {k: data[section][k] for k in values}
     data[section].update(values)
-    yaml.dump(data, file)
+    if values:
+        yaml.dump(data, file)
     written = file.read_text()
     try:
         yield
