@@ -82,14 +82,17 @@ def temporarily(section: str, values: dict[str, Any], file: Path = Path("params.
     """Other values in the file while something runs: DVC makes the variants of a matrix from nowhere else. What others write
     into the file meanwhile stays. Raises UserError as `load` does."""
     load(file)
+    if not values:
+        yield
+        return
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 4096
     before = file.read_text()
     data = yaml.load(before)
-    kept = {k: data[section][k] for k in values}
-    data[section].update(values)
-    if values:
-        yaml.dump(data, file)
+    own = data.setdefault(section, {})
+    kept = {k: own[k] for k in values if k in own}
+    own.update(values)
+    yaml.dump(data, file)
     written = file.read_text()
     try:
         yield
