@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -157,6 +158,12 @@ def test_auto_rounds_layers_whose_scales_do_not_belong_to_them_are_refused():
     layer.scale = layer.scale * 1.5
     with pytest.raises(InputError, match="x: auto-round's scales and zero points do not give its weights"):
         signround._matrix(layer, "x", 2, 32)
+
+
+def test_auto_rounds_own_result_is_read_back(ready):
+    pytest.importorskip("auto_round")
+    record = run("signround-2", replace(CONFIG, learn_steps=2, learn_tokens=24))
+    assert record.metrics["effective_bits"] == 2 + (16 + 2) / 32 and record.metrics["perplexity"] > 0
 
 
 def test_the_pieces_are_the_stages_and_all_variants_in_order():
