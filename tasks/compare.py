@@ -67,6 +67,7 @@ def run(config: CompareConfig, job: Job) -> Record:
         params=params,
         tables={
             "comparison": {c: [r[c] for r in rows] for c in tables.COLUMNS},
+            "missing": {"method": list(others.missing), "reason": list(others.missing.values())},
             "plan": plans.unit_columns(found[chosen].body) | {"bits": found[chosen].bits},
         },
         files=[job.out / n for n in ("table.md", "pareto.png", "allocation.png", "widths.png")],
