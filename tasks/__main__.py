@@ -79,8 +79,8 @@ def _note_failure(piece: Piece, reason: str) -> None:
 def _logging(name: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     logging.raiseExceptions = False  # a full disk is reported once, not with every line of the log
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)
     if not sys.stderr.isatty():
         os.environ |= IN_A_LOG
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(file, mode="w")]

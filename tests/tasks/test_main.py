@@ -85,3 +85,11 @@ def test_a_missing_dependency_names_the_remedy():
     store.Path("dvc.yaml").write_text("stages:\n  calibrate:\n    deps: [artifacts/prepare]\n")
     with pytest.raises(UserError, match="artifacts/prepare is missing, which calibrate needs; run `dvc repro calibrate`"):
         entry._fingerprint("calibrate", {})
+
+
+def test_a_lines_first_word_is_the_run_it_comes_from(tmp_path):
+    """By which the Prefect task finds the sentence that says what went wrong."""
+    code = "from tasks import __main__ as m; import pathlib; m._logging('baselines-rtn-2', pathlib.Path('x/log.txt')); m.log.error('why')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env=os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(entry.__file__))})  # fmt: skip
+    assert done.stdout == "baselines-rtn-2: why\n"
