@@ -90,3 +90,22 @@ def test_what_the_user_must_mend_is_not_retried_and_says_so(run):
     )
     assert (state.name, calls) == ("BadInput", ["repro", "checkout"])
     assert state.message == "calibrate: the text is too short"
+
+
+def test_a_baseline_that_fails_does_not_stop_the_others_and_any_other_stage_does(tmp_path, monkeypatch):
+    from prefect.states import Completed, Failed
+
+    from flows import pipeline
+    from tasks import store
+    from tasks.errors import UserError
+    from tasks.stages import Piece
+
+    monkeypatch.chdir(tmp_path)
+    baseline, ended = Piece("baselines", "rtn-2"), Failed(message="why", name="BadInput")
+    monkeypatch.setattr(pipeline, "run_stage", lambda *a, **k: ended)
+    assert pipeline._run(baseline, {}) == "Failed"
+    with pytest.raises(UserError, match="why"):
+        pipeline._run(Piece("benchmark"), {})
+    store.save_json(store.failure(baseline.key), {})
+    ended = Completed(name="Restored")
+    assert pipeline._run(baseline, {}) == "Restored" and not store.failure(baseline.key).exists()
