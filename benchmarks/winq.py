@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tasks import progress, store
-from tasks.finetune import FinetuneConfig
 from tasks.settings import load as load_params
+from tasks.student import FinetuneConfig, Student
 from windquant import qat
 from windquant.quantize import quantize_matrix
 from windquant.units import columns_of
@@ -115,7 +115,6 @@ class Bench:
 
     def _curve(self, bits: int, config: FinetuneConfig, seed: int, name: str) -> list[tuple[int, float]]:
         """Steps and validation losses."""
-        from tasks.student import Student
         from tasks.training import VALIDATION, Text, train
 
         model = self.quantized(bits)

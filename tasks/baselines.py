@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from tasks import measure, models, progress, signround, store
+from tasks import measure, models, progress, signround, store, trained
+from tasks.config import by_effort
 from tasks.job import Job, Record
 from windquant import blocks, checkpoint
 from windquant.baselines.methods import METHODS, Peer, stored_of
@@ -26,13 +27,14 @@ from windquant.units import effective_bits
 log = logging.getLogger("windquant")
 BY_LIBRARY = {"signround": (2, 3, 4)}
 """Bits that methods of other people's libraries admit."""
-ADMITTED = {name: m.bits for name, m in METHODS.items()} | BY_LIBRARY
+ADMITTED = {name: m.bits for name, m in METHODS.items()} | BY_LIBRARY | dict.fromkeys(trained.METHODS, trained.BITS)
 
 
 @dataclass(frozen=True)
 class BaselinesConfig:
     """methods, bits: what is made, all of one at all of the other. group: columns with a scale and a zero point. windows:
-    calibration windows; null: all. learn_steps, learn_tokens: of methods that learn, steps a block and tokens a window."""
+    calibration windows; null: all. learn_steps, learn_tokens: of methods that learn block by block, steps a block and tokens
+    a window. train_steps: of methods that train the whole model."""
 
     methods: tuple[str, ...] = ("rtn", "hqq", "gptq")
     bits: tuple[int, ...] = (2,)
@@ -40,9 +42,11 @@ class BaselinesConfig:
     windows: int | None = None
     learn_steps: int = 50
     learn_tokens: int = 256
+    train_steps: int | None = by_effort(demo=40, full=2000)
 
     def __post_init__(self) -> None:
-        above_zero(self, "group", "learn_steps", "learn_tokens", *(["windows"] if self.windows is not None else []))
+        given = [name for name in ("windows", "train_steps") if getattr(self, name) is not None]
+        above_zero(self, "group", "learn_steps", "learn_tokens", *given)
         unknown = [m for m in self.methods if m not in ADMITTED]
         if unknown:
             raise ValueError(f"methods has '{unknown[0]}', which is not one of {', '.join(ADMITTED)}")
@@ -59,7 +63,7 @@ class BaselinesConfig:
 
 
 def run(config: BaselinesConfig, job: Job) -> Record:
-    method, _, width = job.variant.partition("-")
+    method, _, width = job.variant.rpartition("-")
     bits, manifest = int(width), store.load_json(store.path("prepare") / "manifest.json")
     evaluation: measure.BenchmarkConfig = job.section("benchmark")
     row = {"method": method, "bits": bits, "kind": "measured", "facts": _facts(evaluation, manifest)}
@@ -97,6 +101,8 @@ def _made(method: str, bits: int, config: BaselinesConfig, job: Job, report: Any
     ids = store.load_tensors(store.path("prepare") / "windows" / "calibration.safetensors")["ids"][: config.windows].long()
     if method == "signround":
         yield from signround.quantize(folder, ids[:, : config.learn_tokens], bits, config.group, config.learn_steps)
+    elif method in trained.METHODS:
+        yield from trained.quantize(method, bits, config.group, config.train_steps or 1, job)
     else:
         walk = models.walk(folder, job.device)
         peer = Peer(walk, METHODS[method], bits, config.group, job.common.seed, job.scratch, job.variant)

@@ -8,81 +8,33 @@ import hashlib
 import json
 import logging
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tasks import card, models, packed, plans, progress, store
-from tasks.config import by_effort
 from tasks.job import Job, Record
 from tasks.quantize import summary
+from tasks.student import FinetuneConfig, build
 from windquant import checkpoint, qat
-from windquant.errors import above_zero, between_0_and_1
 from windquant.evaluate import Scores, score
 from windquant.layers import unpacked
 
 log = logging.getLogger("windquant")
 
 
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """steps: of the optimizer; 0: no training. batch: windows a step, on every process; accumulate: so many of them before
-    the weights move. processes: null: one for every GPU, or one; what they do is one run of `processes` times the batch.
-    text: `train`, or `generated` by the reference itself, in the manner of LLM-QAT (arXiv 2305.17888). train: `matrices`,
-    the quantized ones alone, `norms`, these and norms and biases, or `all`, with tables that are not packed; what is no
-    quantized matrix is stored in 16 bits either way. lr: of AdamW, without weight decay, after `warmup` of the steps
-    falling along a cosine to 0; lr_scales: of the logarithms of scales, of norms and biases. beta2: of AdamW. distill:
-    weight of the KL divergence from the reference beside the next-token loss, 0 to 1. alpha, pull_every: WinQ's pull, alpha
-    0 or every 0 steps for none; null: every quarter of the run. hadamard: the pull is to the grid in a Hadamard basis.
-    sigma: WinQ's noise, on weights and scales, 0 for none. save_every: steps between checkpoints to resume from.
-    checkpointing: activations are computed again in the backward pass. windows: of the training text; null: all, of
-    generated text what the steps take. eval_windows: of the validation text, on which the model is measured before, after,
-    and every `eval_every` steps; null: ten times in all, 0: never. check_tokens: length of the text on which the reloaded
-    checkpoint's logits must equal the trained model's."""
-
-    steps: int | None = by_effort(demo=0, full=2000)
-    batch: int = 2
-    accumulate: int = 1
-    processes: int | None = None
-    text: Literal["train", "generated"] = "train"
-    train: Literal["matrices", "norms", "all"] = "norms"
-    lr: float = 3e-4
-    lr_scales: float = 2e-3
-    warmup: float = 0.05
-    beta2: float = 0.95
-    distill: float = 1.0
-    alpha: float = 0.4
-    pull_every: int | None = None
-    hadamard: bool = False
-    sigma: float = 1e-3
-    save_every: int = 25
-    checkpointing: bool = False
-    windows: int | None = None
-    eval_windows: int = 4
-    eval_every: int | None = None
-    check_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        above_zero(self, "batch", "accumulate", "lr", "lr_scales", "save_every", "eval_windows", "check_tokens")
-        between_0_and_1(self, "distill", "alpha", "warmup", "beta2")
-        for name in ("steps", "pull_every", "eval_every", "sigma"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} {getattr(self, name):g} is negative")
-        above_zero(self, *(name for name in ("windows", "processes") if getattr(self, name) is not None))
-
-
 def run(config: FinetuneConfig, job: Job) -> Record:
     name = store.load_json(store.path("allocate") / "summary.json")["chosen"]
-    from tasks import processes, student, training  # late: Trainer drags much in, and params are read by every stage
+    from tasks import processes, training  # late: Trainer drags much in, and params are read by every stage
 
     if not config.steps:
         log.info("no training is asked for (finetune.steps)")
         store.save_json(job.out / "bytes.json", {})
         return Record()
     source, out = store.path("quantize") / name, job.out / f"{name}-winq"
-    learner = student.build(source, config, job.device)
+    learner = build(source, config, job.device)
     model, quantization = learner.model, learner.model.hf_quantizer.quantization_config.quantization
     validation = _windows("validation")[: config.eval_windows]
     before = _score(model, validation, job.device, "before")

@@ -14,8 +14,7 @@ import torch
 
 from tasks import progress, store
 from tasks.errors import UserError
-from tasks.finetune import FinetuneConfig
-from tasks.student import Student, build
+from tasks.student import FinetuneConfig, Student, build
 from tasks.training import Text, last, train
 
 JOB, TEXT, CURVES, LEARNED = "job.json", "text.safetensors", "curves.json", "learned.safetensors"

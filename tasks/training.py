@@ -18,8 +18,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from tasks import interrupts
 from tasks.errors import UserError
-from tasks.finetune import FinetuneConfig
-from tasks.student import Student
+from tasks.student import FinetuneConfig, Student
 from windquant import qat
 from windquant.calibrate import Report
 from windquant.engine import compute_fast

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tasks import __main__ as entry
-from tasks import baselines, measure, peers, settings, signround, store, tables
+from tasks import baselines, measure, peers, settings, signround, store, tables, trained
 from tasks.baselines import BaselinesConfig
 from tasks.config import Common
 from tasks.errors import UserError
@@ -21,7 +21,7 @@ from tests.tasks.test_resume import prepared  # noqa: F401
 from windquant.baselines.affine import round_to_nearest
 from windquant.errors import InputError
 
-CONFIG = BaselinesConfig(group=32)
+CONFIG = BaselinesConfig(group=32, train_steps=3)
 EVALUATION = BenchmarkConfig(tasks=("last_word",), windows=2, limit=2)
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval's own
 
@@ -57,7 +57,7 @@ def facts():
     return measure.facts(EVALUATION, manifest, ["last_word"]) | hashes
 
 
-@pytest.mark.parametrize("variant", ["rtn-2", "hqq-3", "gptq-4", "awq-2"])
+@pytest.mark.parametrize("variant", ["rtn-2", "hqq-3", "gptq-4", "awq-2", "paretoq-2", "llm-qat-1"])
 def test_a_variant_has_benchmarks_keys_and_the_bytes_that_lie_on_the_disk(ready, variant):
     record = run(variant)
     row = store.load_json(store.path("baselines") / variant / "results.json")
@@ -92,6 +92,34 @@ def test_what_is_measured_was_loaded_from_the_files(ready, monkeypatch):
     run("rtn-3")
     original = store.load_tensors(store.path("prepare") / "model" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
     assert torch.equal(seen["w"], round_to_nearest(original, 3, 32).dequantize())
+
+
+def made_by(variant, monkeypatch, **changes):
+    """The tensors that training leaves with other settings."""
+    own = trained.settings
+    monkeypatch.setattr(trained, "settings", lambda method, steps: replace(own(method, steps), lr=1e-2, **changes))
+    job = Job("baselines", Common(), store.Path("out"), store.Scratch("made", str(changes)), variant=variant)
+    made = list(trained.quantize(*variant.rsplit("-", 1)[:1], 2, 32, 4, job))
+    monkeypatch.setattr(trained, "settings", own)
+    return [t for block in made for matrix in block.values() for t in matrix.tensors().values()]
+
+
+def test_paretoq_is_winq_without_pull_and_noise(ready, monkeypatch):
+    plain, same, pulled, noisy = (
+        made_by("paretoq-2", monkeypatch, **changes)
+        for changes in ({}, {"alpha": 0.0, "pull_every": 1}, {"alpha": 0.9, "pull_every": 1}, {"sigma": 0.05})
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
+    for other in (pulled, noisy):
+        assert not all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+def test_llm_qat_learns_from_what_the_reference_makes_up_and_from_nothing_else(ready, monkeypatch):
+    made = made_by("llm-qat-2", monkeypatch)
+    windows = store.path("prepare") / "windows" / "train.safetensors"
+    ids = store.load_tensors(windows)["ids"]
+    store.save_tensors(windows, {"ids": ids.flip(1)})
+    assert all(torch.equal(a, b) for a, b in zip(made, made_by("llm-qat-2", monkeypatch, sigma=0.0), strict=True))
 
 
 def test_a_width_that_a_method_does_not_admit_makes_a_row_that_says_so(ready):

@@ -15,7 +15,10 @@ from windquant.baselines.affine import BITS, AffineMatrix, HalfVector, round_to_
 from windquant.blocks import Walk, linears
 from windquant.calibrate import Inputs, Report, Scratch
 from windquant.errors import InputError, about
+from windquant.grids import GRIDS
+from windquant.quantize import PackedMatrix
 from windquant.streams import Stored, Streams, View
+from windquant.units import columns_of
 
 Treatment = Callable[[View, int, int], Iterator[tuple[str, Stored]]]
 """Of a block, at some bits and columns a group: yields the path in it of every weight that changes, and what is stored."""
@@ -101,5 +104,10 @@ def stored_of(walk: Walk, index: int, tensors: dict[str, Tensor], bits: int, gro
         if m.name not in parts:
             raise InputError(f"{m.name} is missing among what is stored of block {index}")
         with about(m.name):
-            out[m.name] = AffineMatrix.of(m.rows, m.columns, bits, group, parts.pop(m.name))
+            own = parts.pop(m.name)
+            if "span" in own:
+                symbols = GRIDS[bits].symbol * len(columns_of(m.columns, group))
+                out[m.name] = PackedMatrix.of(m.rows, m.columns, group, symbols, own)
+            else:
+                out[m.name] = AffineMatrix.of(m.rows, m.columns, bits, group, own)
     return out | {path: HalfVector(found["values"]) for path, found in parts.items()}
