@@ -17,6 +17,7 @@ import torch
 
 from tasks import measure, models, progress, signround, store, trained
 from tasks.config import by_effort
+from tasks.errors import UserError
 from tasks.job import Job, Record
 from windquant import blocks, checkpoint
 from windquant.baselines.methods import METHODS, Peer, stored_of
@@ -61,10 +62,21 @@ class BaselinesConfig:
     def variants(self) -> list[str]:
         return [f"{m}-{b}" for m in self.methods for b in self.bits]
 
+    def settings(self, seed: int) -> dict[str, Any]:
+        """What rows are made with, and must have in common to stand in one table."""
+        return {k: v for k, v in asdict(self).items() if k not in ("methods", "bits")} | {"seed": seed}
+
+
+def _parsed(variant: str) -> tuple[str, int]:
+    method, _, width = variant.rpartition("-")
+    if method not in ADMITTED or not width.isdecimal():
+        raise UserError(f"'{variant}' is no baseline: <method>-<bits>, with a method of {', '.join(ADMITTED)}")
+    return method, int(width)
+
 
 def run(config: BaselinesConfig, job: Job) -> Record:
-    method, _, width = job.variant.rpartition("-")
-    bits, manifest = int(width), store.load_json(store.path("prepare") / "manifest.json")
+    method, bits = _parsed(job.variant)
+    manifest = store.load_json(store.path("prepare") / "manifest.json")
     evaluation: measure.BenchmarkConfig = job.section("benchmark")
     row = {"method": method, "bits": bits, "kind": "measured", "facts": _facts(evaluation, manifest)}
     if bits not in ADMITTED[method]:
@@ -82,8 +94,7 @@ def run(config: BaselinesConfig, job: Job) -> Record:
     model, size = load(job.out, bits, config.group, job.device)
     reference = models.reference(store.path("prepare") / "model", job.device)
     measured = measure.measure(job.variant, model, reference, evaluation, manifest)
-    settings = {k: v for k, v in asdict(config).items() if k not in ("methods", "bits")}
-    store.save_json(job.out / "results.json", row | size | measured | {"settings": settings})
+    store.save_json(job.out / "results.json", row | size | measured | {"settings": config.settings(job.common.seed)})
     log.info("%s: %.4f effective bits, perplexity %.2f, mean accuracy %.3f, %.0f s", job.variant, size["effective_bits"],
              measured["perplexity"], measured["acc_mean"], spent["seconds"])  # fmt: skip
     return Record(metrics=size | measured | spent, params=row["facts"], tags={"method": method},
@@ -100,7 +111,8 @@ def _made(method: str, bits: int, config: BaselinesConfig, job: Job, report: Any
     folder = store.path("prepare") / "model"
     ids = store.load_tensors(store.path("prepare") / "windows" / "calibration.safetensors")["ids"][: config.windows].long()
     if method == "signround":
-        yield from signround.quantize(folder, ids[:, : config.learn_tokens], bits, config.group, config.learn_steps)
+        tokens, steps, seed = ids[:, : config.learn_tokens], config.learn_steps, job.common.seed
+        yield from signround.quantize(folder, tokens, bits, config.group, steps, seed)
     elif method in trained.METHODS:
         yield from trained.quantize(method, bits, config.group, config.train_steps or 1, job)
     else:

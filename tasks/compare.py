@@ -40,7 +40,8 @@ def run(config: CompareConfig, job: Job) -> Record:
     found = {f.stem: plans.load_plan(f) for f in sorted(store.path("allocate").glob("*.parquet"))}
     runs = {s: store.load_json(store.run_record(s)) for s in (*MAKING, "quantize", "finetune")}
     hashes = {k: manifest[k] for k in ("model_hash", "text_hash", "windows_hash")}
-    others = peers.load(results["facts"] | hashes)
+    asked = job.section("baselines")
+    others = peers.load(results["facts"] | hashes, asked.settings(job.common.seed), asked.variants)
     rows = [_row(r, sizes, runs, manifest) for r in results["rows"]] + [_peer(r) for r in others.rows]
     best = min((r for r in rows if r["method"] in found), key=lambda r: r["perplexity"])
     chosen = store.load_json(store.path("allocate") / "summary.json")["chosen"]

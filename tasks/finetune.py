@@ -63,9 +63,10 @@ def _text(config: FinetuneConfig, learner: Any, job: Job) -> torch.Tensor:
     windows = _windows("train")
     if config.text == "train":
         return windows[: config.windows]
-    from tasks import generate
+    from tasks import generate, processes
 
-    wanted = config.windows or min(len(windows), (config.steps or 0) * config.batch * config.accumulate)
+    together = config.batch * config.accumulate * processes.how_many(config, job.device)
+    wanted = config.windows or min(len(windows), (config.steps or 0) * together)
     report = progress.bar("generating text")
     return generate.windows(learner.reference, wanted, windows.shape[1], job.common.seed, job.scratch, report)
 

@@ -1,6 +1,7 @@
 """Text that a model makes up, to train on where there is none: after LLM-QAT (arXiv 2305.17888, section 3.1).
 
-Every window begins with a token drawn from the vocabulary; the next three are the likeliest ones, all others are sampled.
+Every window begins with a token drawn from the vocabulary; the next three are the likeliest ones, all others are sampled
+from the model's distribution as it is: nothing of its generation config applies.
 """
 
 from typing import Any
@@ -16,30 +17,25 @@ LIKELIEST, TOGETHER = 3, 32
 
 @torch.inference_mode()
 def windows(model: Any, n: int, tokens: int, seed: int, scratch: Scratch, report: Report) -> Tensor:
-    """Token ids (n, tokens), the same for the same seed; batches of TOGETHER windows are kept in scratch. The random numbers
-    of the process stay as they were."""
+    """Token ids (n, tokens), the same for the same seed; batches of TOGETHER windows are kept in scratch."""
     parts = []
     for i, start in enumerate(range(0, n, TOGETHER)):
-        if not scratch.has(f"generated-{i}"):
-            scratch.put(f"generated-{i}", {"ids": _batch(model, min(TOGETHER, n - start), tokens, seed + 1000 * i)})
-        parts.append(scratch.get(f"generated-{i}")["ids"])
-        report(min(start + TOGETHER, n), n)
+        count = min(TOGETHER, n - start)
+        name = f"generated-{seed}-{i}-{count}-{tokens}"
+        if not scratch.has(name):
+            generator = torch.Generator().manual_seed(seed + 1000 * i)
+            scratch.put(name, {"ids": _batch(model, count, tokens, generator)})
+        parts.append(scratch.get(name)["ids"])
+        report(start + count, n)
     return torch.cat(parts)
 
 
-def _batch(model: Any, n: int, tokens: int, seed: int) -> Tensor:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        first = torch.randint(model.config.vocab_size, (n, 1)).to(model.device)
-        begun = _go_on(model, first, min(LIKELIEST, tokens - 1), do_sample=False)
-        return _go_on(model, begun, tokens - begun.shape[1], do_sample=True, temperature=1.0, top_k=0, top_p=1.0).cpu()
-
-
-def _go_on(model: Any, ids: Tensor, tokens: int, **how: Any) -> Tensor:
-    """Exactly so many more: an end of text is followed by another."""
-    if not tokens:
-        return ids
-    end = model.generation_config.eos_token_id
-    end = end[0] if isinstance(end, list) else end
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-                          pad_token_id=end, **how)  # fmt: skip
+def _batch(model: Any, n: int, tokens: int, generator: torch.Generator) -> Tensor:
+    ids = [torch.randint(model.config.vocab_size, (n, 1), generator=generator)]
+    past = None
+    for i in range(1, tokens):
+        out = model(input_ids=ids[-1].to(model.device), past_key_values=past, use_cache=True)
+        past, logits = out.past_key_values, out.logits[:, -1].float().cpu()
+        likeliest = logits.argmax(-1, keepdim=True)
+        ids.append(likeliest if i <= LIKELIEST else logits.softmax(-1).multinomial(1, generator=generator))
+    return torch.cat(ids, 1)

@@ -2,13 +2,17 @@
 what was learned. Processes split every step's windows among them and average gradients (DDP; gloo on CPUs, NCCL on GPUs).
 """
 
+import ctypes
 import json
 import logging
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,20 +20,22 @@ from tasks import progress, store
 from tasks.errors import UserError
 from tasks.student import FinetuneConfig, Student, build
 from tasks.training import Text, last, train
+from windquant.errors import InputError
 
 JOB, TEXT, CURVES, LEARNED = "job.json", "text.safetensors", "curves.json", "learned.safetensors"
 ERROR, SAID = "error.txt", "stderr.txt"
+PR_SET_PDEATHSIG = 1
 
 
 def run(
     student: Student, source: Path, text: Text, config: FinetuneConfig, seed: int, folder: Path, device: torch.device
 ) -> dict[str, list[float]]:
     """As `training.train`, in as many processes as config says. source: the checkpoint that the student was built of."""
-    count = config.processes or (torch.cuda.device_count() if device.type == "cuda" else 1)
+    count = how_many(config, device)
+    _same(folder, {"processes": count, "device": device.type})
     if count == 1:
         return train(student, text, config, seed, folder, device, progress.bar(f"training {source.name}"))
-    folder.mkdir(parents=True, exist_ok=True)
-    last(folder)  # what an interruption left in pieces goes before the processes look
+    last(folder, count)  # what an interruption left in pieces goes before the processes look
     (folder / ERROR).unlink(missing_ok=True)
     store.save_tensors(folder / TEXT, text._asdict())
     job = {"source": str(source), "config": asdict(config), "seed": seed, "device": device.type}
@@ -39,18 +45,37 @@ def run(
     return json.loads((folder / CURVES).read_text())
 
 
+def how_many(config: FinetuneConfig, device: torch.device) -> int:
+    return config.processes or (torch.cuda.device_count() if device.type == "cuda" else 1)
+
+
+def _same(folder: Path, way: dict[str, Any]) -> None:
+    """What other numbers of processes have begun is begun anew: it would not end alike."""
+    file = folder / "way.json"
+    if file.exists() and store.load_json(file) != way:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    store.save_json(file, way)
+
+
+def _die_with_parent() -> None:
+    """In torchrun, which hands the signal on: a stage that is killed leaves nobody behind who writes into its folder."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _launch(folder: Path, count: int) -> None:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // count))}
     command = [sys.executable, *run, "-m", "tasks.processes", str(folder)]
-    with (
-        (folder / SAID).open("w") as said,  # torchrun's own account of what a sentence explains is not for everybody
-        subprocess.Popen(command, env=dict(os.environ) | threads, stderr=said) as started,
-    ):
+    with (folder / SAID).open("w") as said:  # torchrun's own account of what a sentence explains is not for everybody
+        environment = dict(os.environ) | threads
+        started = subprocess.Popen(command, env=environment, stderr=said, preexec_fn=_die_with_parent)
         try:
             code = started.wait()
         except BaseException:
             started.terminate()  # which torchrun hands on
+            started.wait()
             raise
     if (folder / ERROR).exists():
         raise UserError((folder / ERROR).read_text())
@@ -66,11 +91,11 @@ def main(folder: Path) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     config, source = FinetuneConfig(**job["config"]), Path(job["source"])
-    student = build(source, config, device)
     report = progress.bar(f"training {source.name}") if first else lambda done, total: None
     try:
+        student = build(source, config, device)
         curves = train(student, text, config, job["seed"], folder, device, report)
-    except UserError as e:
+    except (UserError, InputError) as e:
         (folder / ERROR).write_text(str(e))
         return 2
     if first:

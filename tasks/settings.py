@@ -1,12 +1,16 @@
 """params.yaml to Params: strict, by dotted path."""
 
+import io
 import json
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 from ruamel.yaml import YAML
@@ -26,6 +30,9 @@ from tasks.searching import AllocateConfig
 from tasks.sensitivity import SensitivityConfig
 from tasks.supernet import SupernetConfig
 
+log = logging.getLogger("windquant")
+_YAML = YAML()
+_YAML.preserve_quotes, _YAML.width = True, 4096
 SECTIONS: dict[str, type] = {
     "common": Common,
     "prepare": PrepareConfig,
@@ -80,30 +87,66 @@ def load(file: Path = Path("params.yaml")) -> Params:
 @contextmanager
 def temporarily(section: str, values: dict[str, Any], file: Path = Path("params.yaml")) -> Iterator[None]:
     """Other values in the file while something runs: DVC makes the variants of a matrix from nowhere else. What others write
-    into the file meanwhile stays. Raises UserError as `load` does."""
-    load(file)
-    if not values:
+    into the file meanwhile stays; where the process dies, the next one takes the values out. Raises UserError as `load`
+    does, and while another process does the same."""
+    note = file.parent / ".state" / "params-before.json"
+    note.parent.mkdir(exist_ok=True)
+    lock = FileLock(note.with_suffix(".lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        if values:
+            raise UserError(f"{file} is changed for a while by another run of all baselines; wait for its end") from None
         yield
         return
-    yaml = YAML()
-    yaml.preserve_quotes, yaml.width = True, 4096
-    before = file.read_text()
-    data = yaml.load(before)
-    own = data.setdefault(section, {})
-    kept = {k: own[k] for k in values if k in own}
-    own.update(values)
-    yaml.dump(data, file)
-    written = file.read_text()
     try:
+        if note.exists():
+            _take_back(file, **json.loads(note.read_text()))
+        load(file)
+        if values:
+            before = file.read_text()
+            data = _YAML.load(before) or {}
+            own = data[section] = data.get(section) or {}
+            kept = {k: own[k] for k in values if k in own}
+            own.update(values)
+            written = _dumped(data)
+            said = {"before": before, "written": written, "section": section, "kept": kept, "values": list(values)}
+            _replace(note, json.dumps(said))
+            _replace(file, written)
         yield
     finally:
-        now = file.read_text()
-        if now == written:
-            file.write_text(before)
-        else:
-            data = yaml.load(now)
-            data[section].update(kept)
-            yaml.dump(data, file)
+        if values and note.exists():
+            _take_back(file, **json.loads(note.read_text()))
+            note.unlink()
+        lock.release()
+
+
+def _take_back(file: Path, before: str, written: str, section: str, kept: dict[str, Any], values: list[str]) -> None:
+    now = file.read_text()
+    if now == written:
+        _replace(file, before)
+        return
+    try:
+        data = _YAML.load(now)
+        own = data[section]
+        for key in values:
+            own.pop(key, None)
+        own.update(kept)
+        _replace(file, _dumped(data))
+    except (YAMLError, KeyError, TypeError, AttributeError):
+        log.warning("%s was changed meanwhile; %s.%s in it may not be yours", file, section, f" and {section}.".join(values))
+
+
+def _dumped(data: Any) -> str:
+    stream = io.StringIO()
+    _YAML.dump(data, stream)
+    return stream.getvalue()
+
+
+def _replace(file: Path, text: str) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, file)
 
 
 def parse(data: dict[str, Any], file: str = "params.yaml") -> Params:

@@ -10,23 +10,23 @@ from torch import Tensor
 from tasks import models
 from tasks.errors import UserError
 from windquant import blocks
-from windquant.baselines.affine import AffineMatrix, on_grid
+from windquant.baselines.affine import AffineMatrix, on_grid, spread
 from windquant.errors import InputError
 from windquant.streams import Stored
 
 BATCH = 8
 
 
-def quantize(folder: Path, windows: Tensor, bits: int, group: int, steps: int) -> Iterator[dict[str, Stored]]:
+def quantize(folder: Path, windows: Tensor, bits: int, group: int, steps: int, seed: int) -> Iterator[dict[str, Stored]]:
     """Every block's matrices, asymmetric. windows: calibration token ids (n, T), learned from in batches of `BATCH`, `steps`
     a block. Raises UserError without the library."""
-    model = _rounded(folder, windows, bits, group, steps)
+    model = _rounded(folder, windows, bits, group, steps, seed)
     for block in range(len(blocks.decoder_blocks(model)[1])):
         yield {m.name: _matrix(model.get_submodule(m.name), m.name, bits, group)
                for m in blocks.matrices(model) if m.block == block}  # fmt: skip
 
 
-def _rounded(folder: Path, windows: Tensor, bits: int, group: int, steps: int) -> Any:
+def _rounded(folder: Path, windows: Tensor, bits: int, group: int, steps: int, seed: int) -> Any:
     try:
         from auto_round import AutoRound  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -34,7 +34,7 @@ def _rounded(folder: Path, windows: Tensor, bits: int, group: int, steps: int) -
     model, data = models.load(folder, torch.device("cpu")), [_batch(w) for w in windows]
     rounder = AutoRound(model, models.tokenizer(folder), bits=bits, group_size=group, sym=False, iters=steps,
                         nsamples=len(windows), seqlen=windows.shape[1], batch_size=min(BATCH, len(windows)), dataset=data,
-                        device_map="cpu")  # fmt: skip
+                        device_map="cpu", seed=seed)  # fmt: skip
     return rounder.quantize()[0]
 
 
@@ -47,7 +47,7 @@ def _matrix(layer: Any, name: str, bits: int, group: int) -> AffineMatrix:
     shape = layer.weight.shape[0], -(-layer.weight.shape[1] // group)
     scale, zero = (t.view(shape).half() for t in (layer.scale, layer.zp))
     stored = on_grid(layer.weight.float(), scale, zero.to(torch.uint8), bits, group)
-    step = scale.float().abs().amax()
-    if not bool((stored.dequantize() - layer.weight.float()).abs().amax() < 0.02 * step * 2**bits):
+    step = spread(scale, group, layer.weight.shape[1]).abs()
+    if not bool(((stored.dequantize() - layer.weight.float()).abs() <= 0.02 * step * 2**bits).all()):
         raise InputError(f"{name}: auto-round's scales and zero points do not give its weights; is it version 0.16.1?")
     return stored

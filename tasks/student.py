@@ -15,6 +15,9 @@ from windquant import qat
 from windquant.engine import compute_fast
 from windquant.errors import above_zero, between_0_and_1
 
+LONG = 5000
+"""Steps from which on WinQ's pull and noise are the default. Its authors take 240,000; no run of ours was so long."""
+
 
 @dataclass(frozen=True)
 class FinetuneConfig:
@@ -25,12 +28,13 @@ class FinetuneConfig:
     quantized matrix is stored in 16 bits either way. lr: of AdamW, without weight decay, after `warmup` of the steps
     falling along a cosine to 0; lr_scales: of the logarithms of scales, of norms and biases. beta2: of AdamW. distill:
     weight of the KL divergence from the reference beside the next-token loss, 0 to 1. alpha, pull_every: WinQ's pull, alpha
-    0 or every 0 steps for none; null: every quarter of the run. hadamard: the pull is to the grid in a Hadamard basis.
-    sigma: WinQ's noise, on weights and scales, 0 for none. save_every: steps between checkpoints to resume from.
-    checkpointing: activations are computed again in the backward pass. windows: of the training text; null: all, of
-    generated text what the steps take. eval_windows: of the validation text, on which the model is measured before, after,
-    and every `eval_every` steps; null: ten times in all, 0: never. check_tokens: length of the text on which the reloaded
-    checkpoint's logits must equal the trained model's."""
+    0 or every 0 steps for none; null: every quarter of a run of LONG steps and more, never in shorter ones, which it makes
+    worse (benchmarks/LOG.md). hadamard: the pull is to the grid in a Hadamard basis. sigma: WinQ's noise, on weights and
+    scales, 0 for none; null: the papers' 1e-3, where there is a pull by default. save_every: steps between checkpoints to
+    resume from. checkpointing: activations are computed again in the backward pass. windows: of the training text; null:
+    all, of generated text what the steps take. eval_windows: of the validation text, on which the model is measured before,
+    after, and every `eval_every` steps; null: ten times in all, 0: never. check_tokens: length of the text on which the
+    reloaded checkpoint's logits must equal the trained model's."""
 
     steps: int | None = by_effort(demo=0, full=2000)
     batch: int = 2
@@ -46,7 +50,7 @@ class FinetuneConfig:
     alpha: float = 0.4
     pull_every: int | None = None
     hadamard: bool = False
-    sigma: float = 1e-3
+    sigma: float | None = None
     save_every: int = 25
     checkpointing: bool = False
     windows: int | None = None
@@ -61,6 +65,16 @@ class FinetuneConfig:
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} {getattr(self, name):g} is negative")
         above_zero(self, *(name for name in ("windows", "processes") if getattr(self, name) is not None))
+
+    @property
+    def pull_steps(self) -> int:
+        """Between two pulls; 0: none."""
+        long = (self.steps or 0) // 4 if (self.steps or 0) >= LONG else 0
+        return long if self.pull_every is None else self.pull_every
+
+    @property
+    def noise(self) -> float:
+        return (1e-3 if (self.steps or 0) >= LONG else 0.0) if self.sigma is None else self.sigma
 
 
 class Student(nn.Module):

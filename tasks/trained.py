@@ -14,7 +14,8 @@ from tasks.job import Job
 from tasks.student import FinetuneConfig, Student
 from windquant import blocks, qat
 from windquant.errors import about
-from windquant.quantize import quantize_matrix
+from windquant.quantize import pack_matrix
+from windquant.reconstruct import Latent
 from windquant.streams import Stored
 from windquant.units import columns_of
 
@@ -40,7 +41,9 @@ def quantize(method: str, bits: int, group: int, steps: int, job: Job) -> Iterat
         layer = model.get_submodule(m.name)
         w, widths = layer.weight, columns_of(m.columns, group)
         with about(m.name):
-            packed, _ = quantize_matrix(w, torch.eye(m.columns, device=w.device), [bits] * len(widths), group)
+            # Latent leaves the scales room to grow in, as reconstruction's plans have it.
+            latent = Latent(w, torch.eye(m.columns, device=w.device), [bits] * len(widths), group)
+            packed, _ = pack_matrix(latent.rounded(), group)
         model.set_submodule(m.name, qat.QuantizedLinear(packed, layer.bias, w, EDGE))
     ids = store.load_tensors(folder / "windows" / "train.safetensors")["ids"].long()
     if config.distill:

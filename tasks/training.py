@@ -7,11 +7,13 @@ alike.
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -23,7 +25,7 @@ from windquant import qat
 from windquant.calibrate import Report
 from windquant.engine import compute_fast
 
-STATE, PARTS = "trainer_state.json", ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state*.pth")
+STATE, PARTS = "trainer_state.json", ("model.safetensors", "optimizer.pt", "scheduler.pt")
 """Of a checkpoint of Trainer's."""
 VALIDATION = "validation_nll"
 
@@ -59,7 +61,7 @@ class _Pull(TrainerCallback):
     def __init__(self, config: FinetuneConfig, validation: Tensor, report: Report) -> None:
         self.config, self.validation, self.report = config, validation, report
         steps = config.steps or 0
-        self.every = max(1, steps // 4) if config.pull_every is None else config.pull_every
+        self.every = config.pull_steps
         self.eval_every = max(1, steps // 10) if config.eval_every is None else config.eval_every
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -99,18 +101,34 @@ def _stop(what: str, value: float, step: int, folder: Path) -> None:
     )
 
 
-def last(folder: Path) -> str | None:
-    """The newest whole checkpoint; those that an interruption left in pieces are deleted."""
+def last(folder: Path, processes: int = 1) -> str | None:
+    """The newest whole checkpoint; those that an interruption left in pieces are deleted. processes: that wrote them, each
+    its own random numbers."""
+    parts = [*PARTS, *([f"rng_state_{i}.pth" for i in range(processes)] if processes > 1 else ["rng_state.pth"])]
     found = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]), reverse=True)
     for checkpoint in found:
         try:
-            json.loads((checkpoint / STATE).read_text())  # written last
-            if all(any(checkpoint.glob(part)) for part in PARTS):
+            json.loads((checkpoint / STATE).read_text())  # written last, by the first process
+            if all((checkpoint / part).exists() for part in parts):
                 return str(checkpoint)
         except (OSError, ValueError):
             pass
         shutil.rmtree(checkpoint)
     return None
+
+
+def _processes() -> int:
+    """As torchrun says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _finished(student: Student, folder: Path, steps: int) -> list[dict[str, Any]] | None:
+    """The history of a training whose last step is done, its weights loaded: Trainer would go on for one more."""
+    checkpoint = folder / f"checkpoint-{steps}"
+    if last(folder, _processes()) != str(checkpoint):
+        return None
+    student.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    return json.loads((checkpoint / STATE).read_text())["log_history"]
 
 
 def train(
@@ -119,12 +137,12 @@ def train(
     """Train in place; returns curves, step by step, that of the validation text NaN where it was not measured. folder:
     checkpoints that an interrupted run goes on from. Raises UserError when the loss turns NaN or Inf."""
     for layer in qat.layers(student).values():
-        layer.sigma = config.sigma
+        layer.sigma = config.noise
     if config.hadamard:
         for width in {w for layer in qat.layers(student).values() for w in layer.latent.widths}:
             qat.hadamard(width)  # raises now what it would in the first pull
     if config.checkpointing:
-        student.model.gradient_checkpointing_enable()
+        student.model.activation_checkpointing_enable()
     steps = config.steps or 0
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -155,8 +173,10 @@ def train(
     loop = _Loop(student, arguments, train_dataset=rows, callbacks=[_Pull(config, text.validation, report)])  # pyright: ignore[reportArgumentType]
     loop.groups = student.groups(config)
     loop.remove_callback(PrinterCallback)
-    loop.train(resume_from_checkpoint=last(folder))
-    history = loop.state.log_history
+    history = _finished(student, folder, steps)
+    if history is None:
+        loop.train(resume_from_checkpoint=last(folder, _processes()))
+        history = loop.state.log_history
     measured = {row["step"]: row[VALIDATION] for row in history if VALIDATION in row}
     return {
         **{name: [float(row[name]) for row in history if "loss" in row] for name in ("loss", "grad_norm", "learning_rate")},

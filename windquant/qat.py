@@ -128,6 +128,7 @@ class _Round(torch.autograd.Function):
             outermost = torch.maximum(part.o.abs(), part.top + part.o).clamp_min(0.5)[..., 0]
             of_s = (of_d * part.step)[..., 0] / (n * outermost).sqrt()
             of_log[own] = (of_s * log[own].exp2() * math.log(2)).masked_fill_(part.exact[..., 0], 0.0)
+            of_log[own].masked_fill_(part.beyond(of_log[own]), 0.0)
         return of_w, of_log, None, None, None, None
 
 

@@ -129,6 +129,11 @@ class Latent:
         codes = ((self.log - low) / torch.where(step > 0, step, float("inf"))).round().clamp(0, 254) + 1
         return torch.where(self.alive, codes, 0).to(torch.uint8)
 
+    def beyond(self, gradient: Tensor) -> Tensor:
+        """Where a step against the gradient (units, rows) would take a scale out of its stored range, or further out."""
+        low, step = self.span.float().unsqueeze(-1).unbind(1)
+        return ((self.log >= low + 254 * step) & (gradient < 0)) | ((self.log <= low) & (gradient > 0))
+
     def d(self) -> Tensor:
         return scales.from_log8(self.codes_of_scales(), self.span) * self.step
 

@@ -1,5 +1,6 @@
 """The baselines stage on the tiny model, and what compare makes of its results."""
 
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -22,6 +23,7 @@ from windquant.baselines.affine import round_to_nearest
 from windquant.errors import InputError
 
 CONFIG = BaselinesConfig(group=32, train_steps=3)
+SETTINGS, VARIANTS = CONFIG.settings(0), ["rtn-2", "gptq-3", "gptq-2", "awq-2"]
 EVALUATION = BenchmarkConfig(tasks=("last_word",), windows=2, limit=2)
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval's own
 
@@ -124,15 +126,29 @@ def test_llm_qat_learns_from_what_the_reference_makes_up_and_from_nothing_else(r
 
 def test_a_width_that_a_method_does_not_admit_makes_a_row_that_says_so(ready):
     run("gptq-8")
-    found = peers.load(facts())
+    found = peers.load(facts(), SETTINGS, VARIANTS)
     assert (found.rows, found.missing) == ([], {"gptq-8": "gptq is for 2, 3, 4 bits, not 8"})
 
 
 def test_rows_of_other_text_or_tasks_are_not_set_beside_ours(ready):
     run("rtn-2")
-    assert [r["variant"] for r in peers.load(facts()).rows] == ["rtn-2"]
-    found = peers.load(facts() | {"limit": 3})
+    assert [r["variant"] for r in peers.load(facts(), SETTINGS, VARIANTS).rows] == ["rtn-2"]
+    found = peers.load(facts() | {"limit": 3}, SETTINGS, [])
     assert found.rows == [] and "measured before limit changed; `make baselines` measures it again" in found.missing["rtn-2"]
+
+
+def test_rows_that_were_made_otherwise_are_not_set_beside_each_other(ready):
+    run("rtn-2")
+    other = replace(CONFIG, group=16).settings(0)
+    found = peers.load(facts(), other, VARIANTS)
+    assert found.rows == [] and found.missing["rtn-2"] == "made with another group; `make baselines` makes it again"
+    assert "another seed" in peers.load(facts(), CONFIG.settings(1), VARIANTS).missing["rtn-2"]
+
+
+@pytest.mark.parametrize("variant", ["rtn", "rtn-x", "rtn-1.58", "best-2", ""])
+def test_what_is_no_variant_is_refused(ready, variant):
+    with pytest.raises(UserError, match=f"'{variant}' is no baseline: <method>-<bits>"):
+        run(variant)
 
 
 def fail(monkeypatch, raised):
@@ -153,14 +169,14 @@ def fail(monkeypatch, raised):
 def test_a_method_that_fails_is_listed_with_the_reason_whatever_it_left_before(ready, monkeypatch, raised, code, reason):
     run("rtn-2")
     assert fail(monkeypatch, raised) == code
-    found = peers.load(facts())
+    found = peers.load(facts(), SETTINGS, VARIANTS)
     assert (found.rows, found.missing) == ([], {"rtn-2": reason})
     assert store.run_record("baselines/rtn-2").parent.is_dir()  # which DVC asks for, for compare
 
 
 def test_an_interrupted_method_has_not_failed(ready, monkeypatch):
     assert fail(monkeypatch, KeyboardInterrupt()) == 130
-    assert peers.load(facts()).missing == {}
+    assert peers.load(facts(), SETTINGS, VARIANTS).missing == {}
 
 
 def test_a_missing_library_is_told_in_a_sentence(ready, monkeypatch):
@@ -224,6 +240,41 @@ def test_params_that_are_changed_for_a_while_come_back_and_others_edits_stay(tmp
     with settings.temporarily("baselines", {"bits": [2, 3]}, file):
         file.write_text(file.read_text().replace("120", "90"))
     assert settings.load(file).compare.dpi == 90 and settings.load(file).baselines.variants == ["rtn-2"]
+
+
+@pytest.mark.parametrize("text", ["baselines:\ncompare:\n  dpi: 120\n", "compare:\n  dpi: 120\n", ""])
+def test_params_that_the_file_leaves_out_come_and_go(tmp_path, text):
+    file = tmp_path / "params.yaml"
+    file.write_text(text)
+    with settings.temporarily("baselines", {"bits": [2, 3]}, file):
+        assert settings.load(file).baselines.bits == (2, 3)
+        file.write_text(file.read_text() + "common:\n  seed: 7\n")
+    assert settings.load(file).common.seed == 7 and settings.load(file).baselines.bits == (2,)
+
+
+def test_params_changed_by_a_process_that_died_come_back_with_the_next_run(tmp_path):
+    file = tmp_path / "params.yaml"
+    file.write_text("baselines:\n  bits: [2]\n")
+    if (child := os.fork()) == 0:
+        entered = settings.temporarily("baselines", {"bits": [2, 3]}, file)
+        entered.__enter__()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert settings.load(file).baselines.bits == (2, 3)
+    with settings.temporarily("baselines", {}, file):
+        assert file.read_text() == "baselines:\n  bits: [2]\n"
+
+
+def test_two_runs_do_not_change_params_at_once(tmp_path):
+    file = tmp_path / "params.yaml"
+    file.write_text("baselines:\n  bits: [2]\n")
+    with settings.temporarily("baselines", {"bits": [2, 3]}, file):
+        sentence = "is changed for a while by another run of all baselines; wait for its end"
+        with pytest.raises(UserError, match=sentence), settings.temporarily("baselines", {"bits": [4]}, file):
+            pass
+        with settings.temporarily("baselines", {}, file):
+            assert settings.load(file).baselines.bits == (2, 3)
+    assert settings.load(file).baselines.bits == (2,)
 
 
 def row(method, bits, perplexity, accuracy=0.3):

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks import finetune, generate, models, packed, plans, progress, store
+from tasks import finetune, generate, models, packed, plans, progress, store, student
 from tasks.errors import UserError
 from tasks.finetune import FinetuneConfig
 from tests.tasks.test_resume import STAGES, Cut, prepared, protecting, run, run_before  # noqa: F401
 from windquant import checkpoint, qat
 from windquant.errors import InputError
 
-CONFIG = FinetuneConfig(steps=6, batch=1, lr=1e-3, pull_every=3, save_every=2, eval_windows=2, eval_every=0, check_tokens=16)
+CONFIG = FinetuneConfig(
+    steps=6, batch=1, lr=1e-3, pull_every=3, sigma=1e-3, save_every=2, eval_windows=2, eval_every=0, check_tokens=16
+)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Trainer's own
 
 
@@ -73,7 +75,6 @@ def test_learning_brings_the_model_nearer_to_the_reference(ready, monkeypatch):
 def test_the_first_steps_loss_is_that_of_the_quantized_checkpoint(ready, monkeypatch):
     """Without noise, and in the products' own precision: of the windows of the first step, whatever they are."""
     seen = []
-    from tasks import student
 
     class Watched(student.Student):
         def forward(self, input_ids, labels=None):
@@ -128,8 +129,11 @@ def test_pulls_come_every_so_many_steps(ready, monkeypatch):
     monkeypatch.setattr(qat, "pull_to_grid_", lambda model, alpha, rotated: pulls.append(alpha))
     tuned(monkeypatch, steps=7, pull_every=3, alpha=0.3)
     assert pulls == [0.3, 0.3]
-    tuned(monkeypatch, "default", steps=3, pull_every=None, alpha=0.2)
-    assert pulls[2:] == [0.2] * 3
+    tuned(monkeypatch, "short", steps=4, pull_every=None, alpha=0.2)
+    assert len(pulls) == 2
+    monkeypatch.setattr(student, "LONG", 4)
+    tuned(monkeypatch, "long", steps=4, pull_every=None, alpha=0.2)
+    assert pulls[2:] == [0.2] * 4
 
 
 def test_a_hadamard_basis_is_asked_for_before_anything_is_trained(ready, monkeypatch):
@@ -147,8 +151,6 @@ def test_a_hadamard_basis_is_asked_for_before_anything_is_trained(ready, monkeyp
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(ready, monkeypatch):
-    from tasks import student
-
     steps = []
 
     class Broken(student.Student):
@@ -201,6 +203,43 @@ def test_a_checkpoint_of_another_plan_is_refused(ready, monkeypatch):
     state.pop(next(iter(state)))
     with pytest.raises(UserError, match="is of another plan"):
         student.load_state_dict(state)
+
+
+def test_training_cut_off_after_its_last_step_is_not_trained_on(ready, monkeypatch):
+    """A pull in every step would show."""
+    changes = {"steps": 5, "pull_every": 1, "alpha": 0.5, "lr": 1e-2}
+    whole = store.hash_tree(tuned(monkeypatch, "whole", **changes)[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(finetune, "_as_stored_", cut)
+        with pytest.raises(Cut):
+            tuned(patched, "cut", **changes)
+    out, record = tuned(monkeypatch, "cut", **changes)
+    assert store.hash_tree(out) == whole and len(record.curves["loss"]) == 5
+
+
+def cut(model):
+    raise Cut
+
+
+def test_what_another_number_of_processes_began_is_begun_anew(ready, monkeypatch):
+    whole = store.hash_tree(tuned(monkeypatch, "whole")[0])
+    cut_in_step_5(monkeypatch)
+    folder = store.state("finetune") / "resume" / "lagrangian"
+    assert sorted(p.name for p in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    store.save_json(folder / "way.json", {"processes": 3, "device": "cpu"})
+    assert store.hash_tree(tuned(monkeypatch, "cut")[0]) == whole and not (folder / "checkpoint-2").exists()
+
+
+def test_a_checkpoint_without_every_processs_random_numbers_is_passed_over(tmp_path):
+    from tasks.training import PARTS, STATE, last
+
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / STATE).write_text("{}")
+        for name in (*PARTS, "rng_state_0.pth", *["rng_state_1.pth"] * (step == 2)):
+            (folder / name).touch()
+    assert last(tmp_path, 2) == str(tmp_path / "checkpoint-2") and not (tmp_path / "checkpoint-4").exists()
 
 
 def test_two_processes_go_the_way_of_one(ready, monkeypatch):
