@@ -95,7 +95,7 @@ class Bench:
     def row(self, allocator: str, target: float, treatment: str, seed: int) -> dict[str, Any]:
         label, began = f"{allocator} {target:g} {treatment}", time.monotonic()
         if allocator == "auto-round":
-            bits = self._auto_round(int(target))
+            bits = self._auto_round(int(target), seed)
         elif allocator == "reference":
             bits = target
         else:
@@ -136,9 +136,9 @@ class Bench:
                     self.dense.set(name, packed.dequantize())
         return plan.effective_bits
 
-    def _auto_round(self, bits: int) -> float:
+    def _auto_round(self, bits: int, seed: int) -> float:
         size = 0
-        for block in signround.quantize(store.path("prepare") / "model", self.ids, bits, GROUP, STEPS):
+        for block in signround.quantize(store.path("prepare") / "model", self.ids, bits, GROUP, STEPS, seed):
             for name, stored in block.items():
                 self.dense.set(name, stored.dequantize())
                 size += sum(t.nbytes for t in stored.tensors().values())

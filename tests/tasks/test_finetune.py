@@ -1,9 +1,12 @@
 """The finetune stage, and the loop below it, on the tiny model."""
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -252,6 +255,19 @@ def test_two_processes_go_the_way_of_one(ready, monkeypatch):
         assert two.curves[name] == pytest.approx(one.curves[name], rel=1e-2, nan_ok=True)
     assert two.metrics["nll_after"] == pytest.approx(two.curves["validation_nll"][-1], rel=1e-3)
     assert checkpoint.count(out / "lagrangian-winq").effective_bits == two.metrics["effective_bits"]
+
+
+def test_torchrun_is_ended_with_a_stage_that_is_killed():
+    script = (
+        "import subprocess, time; from tasks.processes import _die_with_parent as die;"
+        "print(subprocess.Popen(['sleep', '99'], preexec_fn=die).pid, flush=True); time.sleep(99)"
+    )
+    root = Path(finetune.__file__).parents[1]
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as stage:
+        child = psutil.Process(int(stage.stdout.readline()))
+        stage.kill()
+    child.wait(10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_stops_one_of_several_processes_is_said_in_a_sentence(ready, monkeypatch, capfd):
