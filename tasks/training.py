@@ -101,9 +101,10 @@ def _stop(what: str, value: float, step: int, folder: Path) -> None:
     )
 
 
-def last(folder: Path, processes: int = 1) -> str | None:
+def last(folder: Path, processes: int | None = None) -> str | None:
     """The newest whole checkpoint; those that an interruption left in pieces are deleted. processes: that wrote them, each
-    its own random numbers."""
+    its own random numbers; None: as many as torchrun started."""
+    processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
     parts = [*PARTS, *([f"rng_state_{i}.pth" for i in range(processes)] if processes > 1 else ["rng_state.pth"])]
     found = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]), reverse=True)
     for checkpoint in found:
@@ -117,15 +118,10 @@ def last(folder: Path, processes: int = 1) -> str | None:
     return None
 
 
-def _processes() -> int:
-    """As torchrun says."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _finished(student: Student, folder: Path, steps: int) -> list[dict[str, Any]] | None:
     """The history of a training whose last step is done, its weights loaded: Trainer would go on for one more."""
     checkpoint = folder / f"checkpoint-{steps}"
-    if last(folder, _processes()) != str(checkpoint):
+    if last(folder) != str(checkpoint):
         return None
     student.load_state_dict(load_file(checkpoint / "model.safetensors"))
     return json.loads((checkpoint / STATE).read_text())["log_history"]
@@ -175,7 +171,7 @@ def train(
     loop.remove_callback(PrinterCallback)
     history = _finished(student, folder, steps)
     if history is None:
-        loop.train(resume_from_checkpoint=last(folder, _processes()))
+        loop.train(resume_from_checkpoint=last(folder))
         history = loop.state.log_history
     measured = {row["step"]: row[VALIDATION] for row in history if VALIDATION in row}
     return {

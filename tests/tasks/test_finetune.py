@@ -257,6 +257,14 @@ def test_two_processes_go_the_way_of_one(ready, monkeypatch):
     assert checkpoint.count(out / "lagrangian-winq").effective_bits == two.metrics["effective_bits"]
 
 
+def test_a_stop_in_several_processes_keeps_the_checkpoint_it_names(ready, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(finetune.__file__).parents[1]))
+    with pytest.raises(UserError, match="the last good checkpoint is .*, from which") as raised:
+        tuned(monkeypatch, lr_scales=1e30, warmup=0.9, steps=10, save_every=1, processes=2)
+    named = Path(str(raised.value).partition("checkpoint is ")[2].partition(", from")[0])
+    assert (named / "rng_state_1.pth").exists()
+
+
 def test_torchrun_is_ended_with_a_stage_that_is_killed():
     script = (
         "import subprocess, time; from tasks.processes import _die_with_parent as die;"
