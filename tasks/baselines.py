@@ -22,7 +22,7 @@ from tasks.job import Job, Record
 from windquant import blocks, checkpoint
 from windquant.baselines.methods import METHODS, Peer, stored_of
 from windquant.errors import above_zero
-from windquant.streams import Stored
+from windquant.streams import Stored, named
 from windquant.units import effective_bits
 
 log = logging.getLogger("windquant")
@@ -88,8 +88,7 @@ def run(config: BaselinesConfig, job: Job) -> Record:
     began = time.monotonic()
     report = progress.bar(f"{method} at {bits} bits")
     for i, block in enumerate(_made(method, bits, config, job, report)):
-        tensors = {f"{path}.{part}": t for path, stored in block.items() for part, t in stored.tensors().items()}
-        store.save_tensors(job.out / f"block-{i}.safetensors", tensors)
+        store.save_tensors(job.out / f"block-{i}.safetensors", named(block))
     spent = {"seconds": time.monotonic() - began, "peak_gib": _peak()}
     model, size = load(job.out, bits, config.group, job.device)
     reference = models.reference(store.path("prepare") / "model", job.device)

@@ -73,7 +73,7 @@ def _text(config: FinetuneConfig, learner: Any, job: Job) -> torch.Tensor:
 
 def _others(model: Any) -> dict[str, torch.Tensor]:
     """What was trained beside the matrices."""
-    own = {id(p) for layer in qat.layers(model).values() for p in (layer.w, layer.log)}
+    own = qat.learned(model)
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and id(p) not in own}
 
 

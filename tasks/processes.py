@@ -3,7 +3,6 @@ what was learned. Processes split every step's windows among them and average gr
 """
 
 import ctypes
-import json
 import logging
 import os
 import shutil
@@ -42,7 +41,7 @@ def run(
     store.save_json(folder / JOB, job)
     _launch(folder, count)
     student.load_state_dict(store.load_tensors(folder / LEARNED))
-    return json.loads((folder / CURVES).read_text())
+    return store.load_json(folder / CURVES)
 
 
 def how_many(config: FinetuneConfig, device: torch.device) -> int:

@@ -26,13 +26,14 @@ from tasks.job import Job, Record
 from tasks.statistics import Protector
 from windquant.allocate import ALLOCATORS, Problem, Target, lagrangian
 from windquant.correction import features
-from windquant.engine import Engine, compute_fast
+from windquant.engine import Engine
 from windquant.environment import CONTEXT, STATIC, Standard, static_state
 from windquant.errors import InputError, above_zero
 from windquant.evolution import evolution
 from windquant.grids import WIDTHS
 from windquant.ppo import Policy, PPOConfig
 from windquant.search import Counted, Search, SearchConfig, key
+from windquant.streams import compute_fast
 from windquant.supernet import Composed
 
 log = logging.getLogger("windquant")

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from pydantic.dataclasses import dataclass as validated
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from tasks import store
 from tasks.baselines import BaselinesConfig
 from tasks.calibrate import CalibrateConfig
 from tasks.compare import CompareConfig
@@ -101,7 +101,7 @@ def temporarily(section: str, values: dict[str, Any], file: Path = Path("params.
         return
     try:
         if note.exists():
-            _take_back(file, **json.loads(note.read_text()))
+            _take_back(file, **store.load_json(note))
         load(file)
         if values:
             before = file.read_text()
@@ -111,12 +111,12 @@ def temporarily(section: str, values: dict[str, Any], file: Path = Path("params.
             own.update(values)
             written = _dumped(data)
             said = {"before": before, "written": written, "section": section, "kept": kept, "values": list(values)}
-            _replace(note, json.dumps(said))
-            _replace(file, written)
+            store.save_json(note, said)
+            store.save_text(file, written)
         yield
     finally:
         if values and note.exists():
-            _take_back(file, **json.loads(note.read_text()))
+            _take_back(file, **store.load_json(note))
             note.unlink()
         lock.release()
 
@@ -124,7 +124,7 @@ def temporarily(section: str, values: dict[str, Any], file: Path = Path("params.
 def _take_back(file: Path, before: str, written: str, section: str, kept: dict[str, Any], values: list[str]) -> None:
     now = file.read_text()
     if now == written:
-        _replace(file, before)
+        store.save_text(file, before)
         return
     try:
         data = _YAML.load(now)
@@ -132,7 +132,7 @@ def _take_back(file: Path, before: str, written: str, section: str, kept: dict[s
         for key in values:
             own.pop(key, None)
         own.update(kept)
-        _replace(file, _dumped(data))
+        store.save_text(file, _dumped(data))
     except (YAMLError, KeyError, TypeError, AttributeError):
         log.warning("%s was changed meanwhile; %s.%s in it may not be yours", file, section, f" and {section}.".join(values))
 
@@ -141,12 +141,6 @@ def _dumped(data: Any) -> str:
     stream = io.StringIO()
     _YAML.dump(data, stream)
     return stream.getvalue()
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, file)
 
 
 def parse(data: dict[str, Any], file: str = "params.yaml") -> Params:

@@ -56,9 +56,13 @@ def _replacing(file: Path) -> Iterator[Path]:
     os.replace(temporary, file)
 
 
-def save_json(file: Path, value: Any) -> None:
+def save_text(file: Path, text: str) -> None:
     with _replacing(file) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        temporary.write_text(text)
+
+
+def save_json(file: Path, value: Any) -> None:
+    save_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def load_json(file: Path) -> Any:

@@ -12,8 +12,8 @@ from tasks import models, packed, store
 from tasks.config import by_effort
 from tasks.errors import UserError
 from windquant import qat
-from windquant.engine import compute_fast
 from windquant.errors import above_zero, between_0_and_1
+from windquant.streams import compute_fast
 
 LONG = 5000
 """Steps from which on WinQ's pull and noise are the default. Its authors take 240,000; no run of ours was so long."""
@@ -85,11 +85,10 @@ class Student(nn.Module):
         super().__init__()
         self.model, self.distill = model, config.distill
         self._reference = [reference]  # in a list: it is no part of what is trained
-        rounded = qat.layers(model).values()
-        own = {id(p) for layer in rounded for p in (layer.w, layer.log)}
+        own = qat.learned(model)
         for p in model.parameters():
             p.requires_grad_(id(p) in own or config.train == "all" or (config.train == "norms" and p.dim() == 1))
-        self._scales = {id(layer.log) for layer in rounded}
+        self._scales = {id(layer.log) for layer in qat.layers(model).values()}
 
     @property
     def reference(self) -> Any:

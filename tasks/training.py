@@ -23,7 +23,7 @@ from tasks.errors import UserError
 from tasks.student import FinetuneConfig, Student
 from windquant import qat
 from windquant.calibrate import Report
-from windquant.engine import compute_fast
+from windquant.streams import compute_fast
 
 STATE, PARTS = "trainer_state.json", ("model.safetensors", "optimizer.pt", "scheduler.pt")
 """Of a checkpoint of Trainer's."""
@@ -118,15 +118,6 @@ def last(folder: Path, processes: int | None = None) -> str | None:
     return None
 
 
-def _finished(student: Student, folder: Path, steps: int) -> list[dict[str, Any]] | None:
-    """The history of a training whose last step is done, its weights loaded: Trainer would go on for one more."""
-    checkpoint = folder / f"checkpoint-{steps}"
-    if last(folder) != str(checkpoint):
-        return None
-    student.load_state_dict(load_file(checkpoint / "model.safetensors"))
-    return json.loads((checkpoint / STATE).read_text())["log_history"]
-
-
 def train(
     student: Student, text: Text, config: FinetuneConfig, seed: int, folder: Path, device: torch.device, report: Report
 ) -> dict[str, list[float]]:  # fmt: skip
@@ -169,9 +160,12 @@ def train(
     loop = _Loop(student, arguments, train_dataset=rows, callbacks=[_Pull(config, text.validation, report)])  # pyright: ignore[reportArgumentType]
     loop.groups = student.groups(config)
     loop.remove_callback(PrinterCallback)
-    history = _finished(student, folder, steps)
-    if history is None:
-        loop.train(resume_from_checkpoint=last(folder))
+    checkpoint, end = last(folder), folder / f"checkpoint-{steps}"
+    if checkpoint == str(end):  # all is done, and Trainer would go on for one step more
+        student.load_state_dict(load_file(end / "model.safetensors"))
+        history = json.loads((end / STATE).read_text())["log_history"]
+    else:
+        loop.train(resume_from_checkpoint=checkpoint)
         history = loop.state.log_history
     measured = {row["step"]: row[VALIDATION] for row in history if VALIDATION in row}
     return {

@@ -19,7 +19,6 @@ from windquant.quantize import PARTS, PackedMatrix, RoundedUnits, pack_matrix
 from windquant.reconstruct import Latent, ReconstructConfig, reconstruct
 from windquant.salient import SALIENT_PARTS, Salient
 from windquant.streams import Streams, View, compute
-from windquant.streams import compute_fast as compute_fast
 from windquant.units import columns_of
 
 

@@ -166,13 +166,17 @@ def _rounded_in_hadamard_basis(part: Latent) -> Tensor:
             turned = unit[:, :width] @ H
             s, _ = scales.fit(turned[None], torch.eye(width, device=unit.device)[None], grid)
             unit[:, :width] = decode(encode(turned, s[0], grid), s[0], grid) @ H.T
-    for of_unit, w, places in zip(out, part.w, part.held or (), strict=False):
-        of_unit.view(-1)[places] = w.view(-1)[places]
+    part.hold_(out)
     return out
 
 
 def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def learned(model: nn.Module) -> set[int]:
+    """The ids of what quantized layers learn: their weights and the logarithms of their scales."""
+    return {id(p) for layer in layers(model).values() for p in (layer.w, layer.log)}
 
 
 def pull_to_grid_(model: nn.Module, alpha: float, rotated: bool = False) -> None:

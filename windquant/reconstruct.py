@@ -96,8 +96,7 @@ class Latent:
             wanted = (part._units(w[:, columns]).contiguous() / torch.where(d > 0, d, float("inf"))).sub_(part.o)
             near = torch.minimum(torch.maximum(wanted, c - inside), c + inside).add_(part.o).mul_(d)
             free = (d > 0) & ~part.exact
-            for at, own, places in zip(near, part.w, part.held or (), strict=False):
-                at.view(-1)[places] = own.view(-1)[places]
+            part.hold_(near)
             part.w.copy_(torch.where(free, near, part.w))
 
     def _of(self, grids: list[Grid], w: Tensor, chunk_size: int, salient: Salient | None) -> None:
@@ -128,6 +127,11 @@ class Latent:
         low, step = self.span.float().unsqueeze(-1).unbind(1)
         codes = ((self.log - low) / torch.where(step > 0, step, float("inf"))).round().clamp(0, 254) + 1
         return torch.where(self.alive, codes, 0).to(torch.uint8)
+
+    def hold_(self, values: Tensor) -> None:
+        """Give values (units, rows, columns of a unit) the held weights where they belong."""
+        for of_unit, w, places in zip(values, self.w, self.held or (), strict=False):
+            of_unit.view(-1)[places] = w.view(-1)[places]
 
     def beyond(self, gradient: Tensor) -> Tensor:
         """Where a step against the gradient (units, rows) would take a scale out of its stored range, or further out."""
@@ -183,8 +187,7 @@ class Latent:
         q = self.codes(self.y(s * self.step)).mul_(self.step).add_(self.offset).mul_(s)
         if self.exact.any():
             q = torch.where(self.exact, self.w.half().float(), q)
-        for values, w, places in zip(q, self.w, self.held or (), strict=False):
-            values.view(-1)[places] = w.view(-1)[places]
+        self.hold_(q)
         return q
 
     def learn_(self, gradient: Tensor, rate: float) -> None:

@@ -6,7 +6,7 @@ which is also what an interrupted run resumes from, bit for bit: every block dra
 with a block is a subclass's: the engine's treatments, or a baseline's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -97,8 +97,7 @@ class Streams(Generic[S]):
         return self.scratch.has(f"{self.name}-{index}")
 
     def keep(self, index: int, made: dict[str, S]) -> None:
-        tensors = {f"{path}.{part}": t for path, stored in made.items() for part, t in stored.tensors().items()}
-        self.scratch.put(f"{self.name}-{index}", tensors)
+        self.scratch.put(f"{self.name}-{index}", named(made))
 
     def _block(self, index: int, x: Tensor, q: Tensor) -> tuple[dict[str, S], Tensor, Tensor]:
         """What is stored of the block, and both streams behind it."""
@@ -142,6 +141,11 @@ class Streams(Generic[S]):
         while True:
             for picked in torch.randperm(len(q), generator=generator).split(size):
                 yield q[picked].to(self.walk.device), target[picked].to(self.walk.device)
+
+
+def named(made: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """`<path>.<part>` -> tensor, of what is stored by path."""
+    return {f"{path}.{part}": t for path, stored in made.items() for part, t in stored.tensors().items()}
 
 
 def compute(device: torch.device) -> torch.autocast:
