@@ -11,11 +11,9 @@ import importlib
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 import sys
-import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -93,12 +91,13 @@ def _logging(name: str, file: Path) -> None:
 
 
 def _run(piece: Piece, log_file: Path) -> None:
-    from tasks import settings, store, tracking
+    from tasks import settings, store, tracking, usage
     from tasks.job import Record
 
     params = settings.load()
     stage, key = piece.stage, piece.key
-    fingerprint = _fingerprint(stage, {"variant": piece.variant} | _tracked(stage, params))
+    declared = _declared(stage)
+    fingerprint = _fingerprint(stage, {"variant": piece.variant} | _tracked(declared["params"], params), declared["deps"])
     with tracking.run(piece.name, {"stage": stage} | _provenance(), log_file) as opened:
         opened.log(Record(params=params.flat("common") | params.flat(stage)))
         scratch = store.Scratch(key, fingerprint)
@@ -107,19 +106,20 @@ def _run(piece: Piece, log_file: Path) -> None:
         out = store.state(key) / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        began, cpu = time.time(), _cpu_seconds()
-        record = _stage(piece, params, out, scratch)
-        interrupts.check()
-        usage = _usage(time.time() - began, _cpu_seconds() - cpu)
-        record.metrics = usage | record.metrics
+        cpu = usage.cpu_seconds()
+        with scratch.clock("stage") as clock:
+            record = _stage(piece, params, out, scratch)
+            interrupts.check()
+        took = _usage(clock.seconds, usage.cpu_seconds() - cpu)
+        record.metrics = took | record.metrics
         opened.log(record)
         shutil.rmtree(store.path(key), ignore_errors=True)
         store.path(key).parent.mkdir(parents=True, exist_ok=True)
         os.replace(out, store.path(key))
         store.failure(key).unlink(missing_ok=True)
-        store.save_json(store.run_record(key), {"mlflow_run": opened.id} | usage | record.extra)
+        store.save_json(store.run_record(key), {"mlflow_run": opened.id} | took | record.extra)
         scratch.clear()
-    log.info("done in %.0f s", usage["wall_seconds"])
+    log.info("done in %.0f s", took["wall_seconds"])
 
 
 def _stage(piece: Piece, params: Any, out: Path, scratch: Any) -> Any:
@@ -146,26 +146,28 @@ def _stage(piece: Piece, params: Any, out: Path, scratch: Any) -> Any:
     return module.run(getattr(params, piece.stage), job)
 
 
-def _tracked(stage: str, params: Any) -> dict[str, Any]:
-    """The sections and values that dvc.yaml tracks for a stage."""
+def _declared(stage: str) -> dict[str, Any]:
+    """What dvc.yaml says of a stage."""
     from ruamel.yaml import YAML
 
+    return YAML(typ="safe").load(Path("dvc.yaml").read_text())["stages"][stage]
+
+
+def _tracked(names: list[str], params: Any) -> dict[str, Any]:
+    """The sections and values of these names."""
     tracked = {}
-    for name in YAML(typ="safe").load(Path("dvc.yaml").read_text())["stages"][stage]["params"]:
+    for name in names:
         value = functools.reduce(getattr, name.split("."), params)
         tracked[name] = value if "." in name else asdict(value)
     return tracked
 
 
-def _fingerprint(stage: str, params: dict[str, Any]) -> str:
-    """Of all that the stage's result depends on: its parameters and the dependencies that dvc.yaml lists."""
-    from ruamel.yaml import YAML
-
+def _fingerprint(stage: str, params: dict[str, Any], deps: list[str]) -> str:
+    """Of all that the stage's result depends on: its parameters and dependencies."""
     from tasks import store
 
     digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode())
-    dvc = YAML(typ="safe").load(Path("dvc.yaml").read_text())
-    for dep in map(Path, dvc["stages"][stage]["deps"]):
+    for dep in map(Path, deps):
         if not dep.exists():
             raise UserError(f"{dep} is missing, which {stage} needs; run `dvc repro {stage}`, which makes it first")
         digest.update((store.hash_tree(dep) if dep.is_dir() else store.hash_file(dep)).encode())
@@ -186,20 +188,16 @@ def _provenance() -> dict[str, str]:
     }
 
 
-def _cpu_seconds() -> float:
-    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
-
-
 def _usage(wall: float, cpu: float) -> dict[str, float]:
-    import torch
+    """wall: seconds, with those of interrupted starts; cpu: of this start."""
+    from tasks import usage
 
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "wall_seconds": wall,
         "cpu_hours": cpu / 3600,
-        "gpu_hours": devices * wall / 3600,
-        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if devices else 0.0,
+        "gpu_hours": usage.gpus() * wall / 3600,
+        "peak_rss_gib": usage.peak_rss_gib(),
+        "peak_gpu_gib": usage.peak_gpu_gib(),
     }
 
 

@@ -6,8 +6,6 @@ that says so; a method that fails leaves nothing, and is tried again next time.
 """
 
 import logging
-import resource
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tasks import measure, models, progress, signround, store, trained
+from tasks import measure, models, progress, signround, store, trained, usage
 from tasks.config import by_effort
 from tasks.errors import UserError
 from tasks.job import Job, Record
@@ -85,11 +83,11 @@ def run(config: BaselinesConfig, job: Job) -> Record:
         store.save_json(job.out / "results.json", row)
         log.info("%s", row["reason"])
         return Record(tags={"method": method, "kind": "unsupported"})
-    began = time.monotonic()
     report = progress.bar(f"{method} at {bits} bits")
-    for i, block in enumerate(_made(method, bits, config, job, report)):
-        store.save_tensors(job.out / f"block-{i}.safetensors", named(block))
-    spent = {"seconds": time.monotonic() - began, "peak_gib": _peak()}
+    with job.scratch.clock("making") as clock:
+        for i, block in enumerate(_made(method, bits, config, job, report)):
+            store.save_tensors(job.out / f"block-{i}.safetensors", named(block))
+    spent = {"seconds": clock.seconds, "peak_gib": usage.peak_gpu_gib() or usage.peak_rss_gib()}
     model, size = load(job.out, bits, config.group, job.device)
     reference = models.reference(store.path("prepare") / "model", job.device)
     measured = measure.measure(job.variant, model, reference, evaluation, manifest)
@@ -149,10 +147,3 @@ def load(folder: Path, bits: int, group: int, device: torch.device) -> tuple[Any
         "effective_bits_paper": effective_bits(codes, body),
         "model_bytes": float(whole),
     }
-
-
-def _peak() -> float:
-    """GiB that making the model took: of the accelerator where there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,9 +71,9 @@ def run(config: QuantizeConfig, job: Job) -> Record:
         if config.treatment == "reconstruction" and plan.header["allocator"] in ("ppo", "evolution"):
             log.warning("plan %s was searched on composed units; after reconstruction lagrangian's plans have been better "
                         "(benchmarks/LOG.md), which `compare` will tell", file.stem)  # fmt: skip
-        began = time.monotonic()
-        counts[file.stem] = _quantize(source, plan, job.out / file.stem, config, job)
-        record.extra.setdefault("seconds", {})[file.stem] = time.monotonic() - began
+        with job.scratch.clock(file.stem) as clock:
+            counts[file.stem] = _quantize(source, plan, job.out / file.stem, config, job)
+        record.extra.setdefault("seconds", {})[file.stem] = clock.seconds
         record.children[file.stem] = Record(
             metrics={f"bytes/{k}": float(v) for k, v in asdict(counts[file.stem]).items()}
             | {"effective_bits": counts[file.stem].effective_bits, "model_bytes": float(counts[file.stem].model)},

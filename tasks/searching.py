@@ -9,7 +9,6 @@ each search started from among them.
 import json
 import logging
 import math
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -115,13 +114,14 @@ class Searching:
 
     def ppo(self) -> Found:
         """Stage after stage of the curriculum, each from the policy of the one before."""
-        began, start, evaluations = time.monotonic(), self._start(), 0
-        for i, target in enumerate((*self.curriculum, self.target)):
-            search = self._learn(i, target, start)
-            start, evaluations = search.policy, evaluations + len(search.loss.known)
-        self._save(search.policy)
-        found = self._confirm(search.loss, search.first)
-        return replace(found, evaluations=evaluations, seconds=time.monotonic() - began)
+        start, evaluations = self._start(), 0
+        with self.job.scratch.clock("ppo") as clock:
+            for i, target in enumerate((*self.curriculum, self.target)):
+                search = self._learn(i, target, start)
+                start, evaluations = search.policy, evaluations + len(search.loss.known)
+            self._save(search.policy)
+            found = self._confirm(search.loss, search.first)
+        return replace(found, evaluations=evaluations, seconds=clock.seconds)
 
     def _learn(self, stage: int, target: float, start: Policy | None) -> Search:
         config, label = self.config, f"search-{stage}{self.origin}"
@@ -153,12 +153,11 @@ class Searching:
         return search
 
     def evolution(self, evaluations: int) -> Found:
-        began, problem = time.monotonic(), self.problem(self.target)
-        counted = Counted(self.loss)
-        report = progress.bar("evolution")
-        evolution(problem, counted, evaluations - 1, self.config.losses, self.job.generator(), report)
-        first = lagrangian(problem, self.job.generator())
-        return replace(self._confirm(counted, first), evaluations=len(counted.known), seconds=time.monotonic() - began)
+        problem, counted, report = self.problem(self.target), Counted(self.loss), progress.bar("evolution")
+        with self.job.scratch.clock("evolution") as clock:
+            evolution(problem, counted, evaluations - 1, self.config.losses, self.job.generator(), report)
+            found = self._confirm(counted, lagrangian(problem, self.job.generator()))
+        return replace(found, evaluations=len(counted.known), seconds=clock.seconds)
 
     def _confirm(self, losses: Counted, first: Tensor) -> Found:
         """The best of the finalists and of what the search started from, on text that it has not seen."""

@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,22 @@ def hash_tree(folder: Path, pattern: str = "*") -> str:
     return digest.hexdigest()
 
 
+CLOCK = ".clock"
+
+
+@dataclass
+class Clock:
+    """before: seconds of earlier starts whose work is kept. began, until: of this one; None: it runs."""
+
+    before: float
+    began: float
+    until: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.before + (time.time() if self.until is None else self.until) - self.began
+
+
 class Scratch:
     """Resume state of one stage: named sets of tensors and JSON values, kept only while their fingerprint holds."""
 
@@ -152,6 +170,26 @@ class Scratch:
 
     def put_json(self, name: str, value: Any) -> None:
         save_json(self.folder / f"{name}.json", value)
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[Clock]:
+        """Times a piece of work, whatever interrupts it: of a start that did not end, the time until it last wrote into the
+        folder is that of work which is kept."""
+        key = f"{name}{CLOCK}"
+        clock = Clock(self._spent(key), time.time())
+        self.put_json(key, vars(clock))
+        yield clock
+        clock.until = time.time()
+        self.put_json(key, vars(clock))
+
+    def _spent(self, key: str) -> float:
+        if not self.has_json(key):
+            return 0.0
+        clock = Clock(**self.get_json(key))
+        if clock.until is None:
+            wrote = (f.stat().st_mtime for f in self.folder.rglob("*") if f.is_file() and CLOCK not in f.name)
+            clock.until = max(clock.began, *wrote)
+        return clock.seconds
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -68,23 +68,22 @@ def test_the_libraries_bars_work_in_a_log():
     assert done.returncode == 0 and "2/4" in done.stderr, done.stderr
 
 
-def test_the_fingerprint_sees_params_code_and_data(monkeypatch, tmp_path):
-    store.Path("dvc.yaml").write_text("stages:\n  calibrate:\n    deps: [code.py, data]\n")
+def test_the_fingerprint_sees_params_code_and_data():
+    deps = ["code.py", "data"]
     store.Path("code.py").write_text("a")
     store.Path("data").mkdir()
     (store.Path("data") / "x").write_text("1")
-    seen = [entry._fingerprint("calibrate", {"windows": 1}), entry._fingerprint("calibrate", {"windows": 2})]
+    seen = [entry._fingerprint("calibrate", {"windows": 1}, deps), entry._fingerprint("calibrate", {"windows": 2}, deps)]
     store.Path("code.py").write_text("b")
-    seen.append(entry._fingerprint("calibrate", {"windows": 1}))
+    seen.append(entry._fingerprint("calibrate", {"windows": 1}, deps))
     (store.Path("data") / "x").write_text("2")
-    seen.append(entry._fingerprint("calibrate", {"windows": 1}))
-    assert len(set(seen)) == 4 and seen[3] == entry._fingerprint("calibrate", {"windows": 1})
+    seen.append(entry._fingerprint("calibrate", {"windows": 1}, deps))
+    assert len(set(seen)) == 4 and seen[3] == entry._fingerprint("calibrate", {"windows": 1}, deps)
 
 
 def test_a_missing_dependency_names_the_remedy():
-    store.Path("dvc.yaml").write_text("stages:\n  calibrate:\n    deps: [artifacts/prepare]\n")
     with pytest.raises(UserError, match="artifacts/prepare is missing, which calibrate needs; run `dvc repro calibrate`"):
-        entry._fingerprint("calibrate", {})
+        entry._fingerprint("calibrate", {}, ["artifacts/prepare"])
 
 
 def test_a_lines_first_word_is_the_run_it_comes_from(tmp_path):

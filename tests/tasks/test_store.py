@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -31,6 +33,36 @@ def test_resume_state_of_other_params_or_data_is_never_used():
     store.Scratch("calibrate", "abc").put("a", {"x": torch.arange(3)})
     other = store.Scratch("calibrate", "xyz")
     assert not other.resumed and not other.has("a")
+
+
+def test_time_of_interrupted_starts_counts_as_far_as_their_work_is_kept(monkeypatch):
+    def at(now: float) -> None:
+        monkeypatch.setattr(store.time, "time", lambda: now)
+
+    def wrote(scratch: store.Scratch, when: float) -> None:
+        scratch.put_json("block", {})
+        os.utime(scratch.folder / "block.json", (when, when))
+
+    first = store.Scratch("quantize", "abc")
+    for file in first.folder.iterdir():
+        os.utime(file, (1000, 1000))
+    at(1000)
+    with pytest.raises(KeyboardInterrupt), first.clock("a"):
+        wrote(first, 1060)
+        at(1090)
+        raise KeyboardInterrupt
+    at(5000)
+    with store.Scratch("quantize", "abc").clock("a") as clock:
+        at(5005)
+        assert clock.seconds == 65
+    at(9000)
+    assert clock.seconds == 65
+    with store.Scratch("quantize", "abc").clock("a") as again:
+        at(9001)
+    assert again.seconds == 66
+    with store.Scratch("quantize", "xyz").clock("a") as other:
+        at(9003)
+    assert other.seconds == 2
 
 
 def test_a_plan_comes_back_as_it_was_saved():
