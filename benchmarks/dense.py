@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks import models, plans, progress, store
-from tasks.statistics import BlockStatistics, Protector
+from tasks.statistics import Protector, Statistics
 from windquant import blocks
 from windquant.evaluate import Scores, score
 from windquant.grids import GRIDS, decode, encode, start_scale
@@ -36,8 +36,7 @@ class Dense:
 
     def inside(self, name: str) -> tuple[int, str]:
         """A matrix's block, and its path in there."""
-        block, _, inner = name.removeprefix(f"{self.prefix}.").partition(".")
-        return int(block), inner
+        return blocks.inside(self.prefix, name)
 
     def score(self, label: str) -> Scores:
         return score(self.model, self.windows, self.stride, report=progress.bar(f"perplexity of {label}"))
@@ -54,11 +53,9 @@ def on_starting_scales(w: Tensor, bits: Sequence[float], chunk: int) -> Tensor:
 
 def round_to_nearest(dense: Dense, plan: plans.Plan) -> None:
     """Every matrix of the reference, with its moments as `calibrate` took them."""
-    statistics, protector, report = BlockStatistics(0), Protector(plan.protection), progress.bar("rounding")
+    statistics, protector, report = Statistics(), Protector(plan.protection), progress.bar("rounding")
     for i, (name, w) in enumerate(dense.original.items()):
         block, inner = dense.inside(name)
-        if statistics.block != block:
-            statistics = BlockStatistics(block)
         chunk, salient = plan.header["chunk_size"], protector(block, inner, w)
-        dense.set(name, quantize_matrix(w, statistics.moment(inner), plan.of(name), chunk, salient)[1])
+        dense.set(name, quantize_matrix(w, statistics.moment(block, inner), plan.of(name), chunk, salient)[1])
         report(i + 1, len(dense.original))

@@ -1,9 +1,9 @@
-"""Allocators that ask for true losses: PPO with its curriculum, and evolution, on plans composed of the supernet's units.
+"""Allocators that ask for true losses: PPO with its curriculum, and evolution.
 
 A plan's true loss is the KL divergence from the reference, nats a token, on training text, of the model composed of the
-supernet's units, or of what error feedback makes of the plan, which takes a minute where the other takes seconds. KL varies
-far less from text to text than the negative log-likelihood. The best plans are confirmed on other training text, the plan
-each search started from among them.
+supernet's units, or of its matrices rounded with error feedback, which takes ten times as long. KL varies far less from
+text to text than the negative log-likelihood. The best plans are confirmed on other training text, the plan each search
+started from among them.
 """
 
 import json
@@ -22,10 +22,10 @@ from tasks import interrupts, models, plans, progress, store
 from tasks.config import by_effort
 from tasks.errors import UserError, first_line
 from tasks.job import Job, Record
-from tasks.statistics import Protector
+from tasks.statistics import Protector, Statistics
 from windquant.allocate import ALLOCATORS, Problem, Target, lagrangian
+from windquant.candidates import Candidates, Fed
 from windquant.correction import features
-from windquant.engine import Engine
 from windquant.environment import CONTEXT, STATIC, Standard, static_state
 from windquant.errors import InputError, above_zero
 from windquant.evolution import evolution
@@ -44,10 +44,10 @@ POLICY = {"version": 1, "static": list(STATIC), "context": list(CONTEXT)}
 @dataclass(frozen=True)
 class AllocateConfig(Target, SearchConfig, PPOConfig):
     """Of `Target`, and of the searches (`SearchConfig`, `PPOConfig`). allocator: a name of `allocate.ALLOCATORS`, or `ppo`
-    or `evolution`. loss: of plans `composed` of the supernet's units, or after error `feedback`. curriculum: targets that
-    PPO learns before its own. policy: a saved one to start from, of another target or another model. windows: of training
-    text that true losses are measured on. finalists: plans to confirm on as many others. epsilon: nats of degradation that
-    the multiplier of quality is steered by."""
+    or `evolution`. loss: of plans `composed` of the supernet's units, or of matrices rounded with error `feedback`.
+    curriculum: targets that PPO learns before its own. policy: a saved one to start from, of another target or another
+    model. windows: of training text that true losses are measured on. finalists: plans to confirm on as many others.
+    epsilon: nats of degradation that the multiplier of quality is steered by."""
 
     allocator: str = "lagrangian"
     loss: Literal["composed", "feedback"] = "composed"
@@ -170,8 +170,7 @@ class Searching:
 
     def score(self, choices: Tensor) -> list[Found]:
         """Of plans (n, units) that were made without true losses."""
-        found = zip(choices, self.loss(choices).tolist(), self.other(choices).tolist(), strict=True)
-        return [Found(choice, loss, other, 0, 0.0) for choice, loss, other in found]
+        return [Found(c, float(self.loss(c[None])), float(self.other(c[None])), 0, 0.0) for c in choices]
 
     def _losses(self) -> tuple[Counted, Counted]:
         """On the search's text, and on other text."""
@@ -187,49 +186,32 @@ class Searching:
                 f"on, and there are {len(ids)}; lower it, or bring more text"
             )
         picked = ids[torch.randperm(len(ids), generator=self.job.generator())[: 2 * wanted]].split(wanted)
-        net = Composed(model, self.table.body, units_of)
-        texts = [(w, list(net.log_probabilities(w))) for w in picked]
-        both = [self._kept(name, net, texts, i) for i, name in enumerate(("losses", "losses-other"))]
-        self._both = both
-        return both[0], both[1]
+        if self.config.loss == "composed":
+            net = Composed(model, self.table.body, units_of)
+        else:
+            net = Fed(model, self.table.body, Statistics().moment, Protector(self.table.protection))
+        search, other = (self._kept(name, net, w) for name, w in zip(("losses", "losses-other"), picked, strict=True))
+        return search, other
 
-    def _kept(self, name: str, net: Composed, texts: list[tuple[Tensor, list[Tensor]]], own: int) -> Counted:
-        """Losses on one of the texts, that survive an interruption. Error feedback takes so long that a plan is measured on
-        both texts at once."""
+    def _kept(self, name: str, net: Candidates, windows: Tensor) -> Counted:
+        """Losses on a text, that survive an interruption."""
+        reference = list(net.log_probabilities(windows))
 
         @torch.no_grad()
         def measure(choices: Tensor) -> Tensor:
             found = []
             for choice in choices:
                 interrupts.check()
-                if self.config.loss == "composed":
-                    net.set([WIDTHS[c] for c in choice.tolist()])
-                else:
-                    self._treat(net, choice)
-                for i, (windows, reference) in enumerate(texts):
-                    if i == own or self.config.loss == "feedback":
-                        self._both[i].known[key(choice)] = _finite(net.divergence(windows, reference))
-                found.append(self._both[own].known[key(choice)])
-                for kept, losses in zip(("losses", "losses-other"), self._both, strict=True):
-                    if losses.known:
-                        self.job.scratch.put(kept, losses.state())
+                net.set([WIDTHS[c] for c in choice.tolist()])
+                counted.known[key(choice)] = _finite(net.divergence(windows, reference))
+                found.append(counted.known[key(choice)])
+                self.job.scratch.put(name, counted.state())
             return torch.tensor(found, dtype=torch.float64)
 
         counted = Counted(measure)
         if self.job.scratch.has(name):
             counted.load(self.job.scratch.get(name))
         return counted
-
-    def _treat(self, net: Composed, choice: Tensor) -> None:
-        """Set the model to what the engine's error feedback makes of a plan."""
-        folder, plan = store.path("prepare"), self.table.plan(choice)
-        walk = models.walk(folder / "model", self.job.device)
-        ids = store.load_tensors(folder / "windows" / "calibration.safetensors")["ids"].long()
-        chunk, protect = plan.header["chunk_size"], Protector(plan.protection)
-        engine = Engine(walk, plan.of, chunk, None, self.job.common.seed, store.Memory(), "plan", log.debug, protect)
-        for block in engine.run(ids, progress.bar("error feedback of a plan")):
-            for name, matrix in block.items():
-                net.layers[name].weight.copy_(matrix.dequantize())
 
     def _save(self, policy: Policy) -> None:
         tensors = {f"policy.{name}": t for name, t in policy.state_dict().items()}

@@ -30,16 +30,28 @@ class BlockStatistics:
         return self._tensors[f"g.{name}"]
 
 
+class Statistics:
+    """Those of one block after another; the last one is kept."""
+
+    def __init__(self) -> None:
+        self._last: BlockStatistics | None = None
+
+    def of(self, block: int) -> BlockStatistics:
+        if self._last is None or self._last.block != block:
+            self._last = BlockStatistics(block)
+        return self._last
+
+    def moment(self, block: int, name: str) -> Tensor:
+        return self.of(block).moment(name)
+
+
 class Protector:
     """`Engine.protect`: salient weights chosen by the reference's activation scales, as the distortion table counts them."""
 
     def __init__(self, protection: Protection | None) -> None:
-        self._protection = protection
-        self._statistics: BlockStatistics | None = None
+        self._protection, self._statistics = protection, Statistics()
 
     def __call__(self, block: int, name: str, w: Tensor) -> Salient | None:
         if self._protection is None:
             return None
-        if self._statistics is None or self._statistics.block != block:
-            self._statistics = BlockStatistics(block)
-        return protect(w, self._statistics.scale(name).to(w.device), self._protection)
+        return protect(w, self._statistics.of(block).scale(name).to(w.device), self._protection)

@@ -34,6 +34,12 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists.items(), key=lambda item: len(item[1]))
 
 
+def inside(prefix: str, name: str) -> tuple[int, str]:
+    """A matrix's block, and its path in there. prefix: as `decoder_blocks` gives it."""
+    block, _, inner = name.removeprefix(f"{prefix}.").partition(".")
+    return int(block), inner
+
+
 def linears(block: nn.Module) -> dict[str, nn.Linear]:
     """The block's linear layers by their path inside the block, but for the routers of its experts."""
     routers = experts.routers(block)

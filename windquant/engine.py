@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from windquant.blocks import Walk, linears
 from windquant.calibrate import Report, Scratch
 from windquant.errors import InputError, about
-from windquant.feedback import DAMP, round_with_feedback
+from windquant.feedback import DAMP, Moments, round_with_feedback
 from windquant.grids import symbols
 from windquant.quantize import PARTS, PackedMatrix, RoundedUnits, pack_matrix
 from windquant.reconstruct import Latent, ReconstructConfig, reconstruct
@@ -73,9 +73,10 @@ class Engine(Streams[PackedMatrix]):
     def _feedback(self, view: View, salient: dict[str, Salient | None]) -> Iterator[tuple[str, list[RoundedUnits]]]:
         for name, layer in linears(view.block).items():
             full = self.walk.path(view.index, name)
-            H, bits = view.inputs.take(name), self.plan(full)
             with about(full):
-                units, found = round_with_feedback(layer.weight, H, bits, self.chunk_size, salient[name])
+                moments = Moments.of(view.inputs.take(name), self.chunk_size)
+                units = round_with_feedback(layer.weight, moments, self.plan(full), salient[name])
+            found = moments.factor
             if found.U is None:
                 self.warn(f"{full}: its input moments cannot be factored; rounded to nearest, without error feedback")
             elif found.damp > DAMP[0]:

@@ -62,28 +62,46 @@ def order(H: Tensor, chunk_size: int) -> list[Tensor]:
     return [c[power[c].argsort(descending=True, stable=True)] for c in units]
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Input second moments H (columns, columns), made ready for units of `chunk_size` columns: whatever widths these get.
+    columns: as `order` gives them; factor: of H in that order."""
+
+    H: Tensor
+    chunk_size: int
+    columns: list[Tensor]
+    factor: Factor
+
+    @classmethod
+    def of(cls, H: Tensor, chunk_size: int) -> "Moments":
+        """Raises InputError as `factor` does."""
+        columns = order(H, chunk_size)
+        permuted = torch.cat(columns)
+        return cls(H, chunk_size, columns, factor(H[permuted][:, permuted]))
+
+
 def round_with_feedback(
-    w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None
-) -> tuple[list[RoundedUnits], Factor]:
-    """Round a matrix under a plan. Returns its units, left to right, and the factor. Where H cannot be factored every unit
-    is rounded to nearest instead, and the factor says so. salient: the weights that are kept in INT8; what columns before
-    them would have them make good they pass on. Raises InputError as `round_units` and `factor` do."""
-    columns = order(H, chunk_size)
+    w: Tensor, moments: Moments, bits: Sequence[float], salient: Salient | None = None
+) -> list[RoundedUnits]:
+    """Round a matrix (rows, columns) under a plan. Returns its units, left to right. Where H could not be factored every
+    unit is rounded to nearest instead. salient: the weights that are kept in INT8; what columns before them would have them
+    make good they pass on. Raises InputError as `round_units` does."""
+    H, columns, U = moments.H, moments.columns, moments.factor.U
     permuted = torch.cat(columns)
-    found, w, held = factor(H[permuted][:, permuted]), w[:, permuted], Held.of(w, salient)[permuted]
+    w, held = w[:, permuted], Held.of(w, salient)[permuted]
     units: dict[int, RoundedUnits] = {}
     start = 0
     for original in columns:
-        u, c = int(original.min()) // chunk_size, slice(start, start + len(original))
+        u, c = int(original.min()) // moments.chunk_size, slice(start, start + len(original))
         free = held.free[None, :, c] if salient else None
-        if found.U is None:
+        if U is None:
             unit = round_units(w[None, :, c], H[original][None, :, original], bits[u], free)
         else:
-            unit, error = _round_unit(w[:, c], found.U[c, c], bits[u], held[c], free)
-            w[:, c.stop :] -= error @ found.U[c, c.stop :]
+            unit, error = _round_unit(w[:, c], U[c, c], bits[u], held[c], free)
+            w[:, c.stop :] -= error @ U[c, c.stop :]
         units[u] = unit.permuted(original.argsort())
         start = c.stop
-    return [units[u] for u in range(len(columns))], found
+    return [units[u] for u in range(len(columns))]
 
 
 def _round_unit(w: Tensor, U: Tensor, bits: float, held: Held, free: Tensor | None) -> tuple[RoundedUnits, Tensor]:

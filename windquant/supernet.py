@@ -11,17 +11,17 @@ every width but 16, about 20 bits a weight; `Composed` cuts a plan's units out o
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windquant import unpacking
 from windquant.blocks import linears
+from windquant.candidates import Candidates
 from windquant.engine import Engine
-from windquant.errors import InputError, about
+from windquant.errors import about
 from windquant.grids import GRIDS, WIDTHS
 from windquant.quantize import PARTS, PackedMatrix, pack_matrix, quantize_matrix
 from windquant.reconstruct import Latent, reconstruct
@@ -168,31 +168,17 @@ class Supernet(Engine):
 
 
 @dataclass
-class Composed:
-    """A dense model whose matrices are set to plans. tensors: of block index, what `Supernet` yields, read as needed (they
-    may be mapped from a file). Weights are rounded to the model's dtype once."""
+class Composed(Candidates):
+    """Plans composed of what `Supernet` yields. tensors: of a block's index, read as needed (they may be mapped from a
+    file)."""
 
-    model: Any
-    body: list[Unit]
     tensors: Callable[[int], dict[str, Tensor]]
-    now: list[float | None] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.now = [None] * len(self.body)
-        self.chunks = {u.matrix.name: u.columns for u in self.body if u.first_column == 0}
-        self.layers = {name: self.model.get_submodule(name) for name in self.chunks}
-        self.original = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
-
-    @torch.no_grad()
-    def set(self, bits: Sequence[float]) -> None:
-        """Write the units that the model does not have yet at these widths."""
-        if len(bits) != len(self.body):
-            raise InputError(f"a plan of {len(bits)} widths for {len(self.body)} units")
+    def write(self, bits: Sequence[float], changed: list[int]) -> None:
         block, tensors = -1, {}
         salient: dict[str, Salient | None] = {}
-        for i, (unit, b) in enumerate(zip(self.body, bits, strict=True)):
-            if self.now[i] == b:
-                continue
+        for i in changed:
+            unit, b = self.body[i], bits[i]
             m = unit.matrix
             if m.block != block:
                 block, tensors = m.block, self.tensors(m.block)
@@ -206,7 +192,6 @@ class Composed:
                 names = {p: f"{m.name}.{GRIDS[STORED[0]].symbol}.{p}" for p in SALIENT_PARTS}
                 own = {p: tensors[name].to(weight.device) for p, name in names.items() if name in tensors}
                 salient[m.name] = Salient.of(m.rows, m.columns, own)
-            self.now[i] = b
         for name, kept in salient.items():
             if kept is not None:
                 kept.place_(self.layers[name].weight)
@@ -220,22 +205,3 @@ class Composed:
         runs = unpacking.layout(m.rows, unit.columns, unit.columns, grid.symbol)
         scale, span = (tensors[f"{name}.{part}"][u, None] for part in ("scale", "span"))
         return unpacking.dequantize(packed, scale, span, runs, torch.float32)
-
-    @torch.no_grad()
-    def log_probabilities(self, windows: Tensor) -> Iterator[Tensor]:
-        """Of every next token of windows (n, T), under the plan set: (some windows, T - 1, vocabulary), float32."""
-        device = next(self.model.parameters()).device
-        for part in windows.split(FORWARD_WINDOWS):
-            with compute(device):
-                logits = self.model(input_ids=part.to(device), use_cache=False).logits[:, :-1]
-            yield logits.float().log_softmax(-1)
-
-    @torch.no_grad()
-    def divergence(self, windows: Tensor, reference: Sequence[Tensor]) -> float:
-        """Mean KL(reference || this model as it is), nats a token. reference: what `log_probabilities` of the windows gave,
-        before any plan was set."""
-        total = 0.0
-        for logp, kept in zip(self.log_probabilities(windows), reference, strict=True):
-            expected = kept.to(logp)
-            total += float(F.kl_div(logp, expected, reduction="sum", log_target=True))
-        return total / (windows.shape[0] * (windows.shape[1] - 1))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from windquant import scales
-from windquant.feedback import DAMP, factor, order, round_with_feedback
+from windquant.feedback import DAMP, Moments, factor, order, round_with_feedback
 from windquant.grids import GRIDS, decode, encode
 from windquant.quantize import pack_matrix, quantize_matrix
 from windquant.salient import Protection, protect
@@ -19,8 +19,8 @@ def matrix(rows=12, columns=120, seed=0):
 
 
 def feedback(w, H, bits):
-    units, found = round_with_feedback(w, H, bits, CHUNK)
-    return pack_matrix(units, CHUNK)[1], found
+    moments = Moments.of(H, CHUNK)
+    return pack_matrix(round_with_feedback(w, moments, bits), CHUNK)[1], moments.factor
 
 
 def error(e, H):
@@ -69,8 +69,7 @@ def test_what_sixteen_bits_round_off_is_passed_on_too():
 
 def test_without_correlations_it_rounds_to_nearest():
     w, _ = matrix()
-    units, _ = round_with_feedback(w, torch.eye(120), [2] * 8, CHUNK)
-    for u, unit in enumerate(units):
+    for u, unit in enumerate(round_with_feedback(w, Moments.of(torch.eye(120), CHUNK), [2] * 8)):
         part = w[None, :, u * CHUNK : (u + 1) * CHUNK]
         assert torch.equal(unit.values, encode(part, unit.scales(), GRIDS[2]))
 
@@ -105,9 +104,9 @@ def test_indefinite_moments_are_damped_more_and_more():
 def test_hopeless_moments_fall_back_to_rounding_and_say_so():
     w, H = matrix()
     H = torch.full_like(H, 3).fill_diagonal_(1)
-    units, found = round_with_feedback(w, H, MIXED, CHUNK)
+    dense, found = feedback(w, H, MIXED)
     assert found.U is None
-    assert torch.equal(pack_matrix(units, CHUNK)[1], quantize_matrix(w, H, MIXED, CHUNK)[1])
+    assert torch.equal(dense, quantize_matrix(w, H, MIXED, CHUNK)[1])
 
 
 def test_no_inputs_at_all_fall_back_too():
@@ -128,7 +127,7 @@ def test_salient_weights_are_constants_whose_error_is_passed_on(mode, bits):
     """What the other columns can do about the INT8 values is done: the error falls beside rounding to nearest."""
     w, H = matrix()
     salient = protect(w, H.diagonal().sqrt(), Protection(mode, 0.05))
-    units, _ = round_with_feedback(w, H, bits, CHUNK, salient)
+    units = round_with_feedback(w, Moments.of(H, CHUNK), bits, salient)
     packed, dense = pack_matrix(units, CHUNK, salient)
     nearest = quantize_matrix(w, H, bits, CHUNK, salient)[1]
     mask = salient.mask()
