@@ -64,6 +64,8 @@ class AllocateConfig(Target, SearchConfig, PPOConfig):
         if self.allocator not in names:
             raise InputError(f"allocator '{self.allocator}' is unknown; choose one of {', '.join(names)}")
         above_zero(self, "finalists", "epsilon", *["windows"] * (self.windows is not None))
+        if self.allocator == "ppo" and not self.episodes and self.policy is None:
+            raise InputError("episodes 0 takes the policy as it is, and there is none; name one, or raise episodes")
         for bits in self.curriculum:
             if not 0 < bits <= 16.5:
                 raise InputError(f"curriculum holds {bits:g}, which is not a number of bits between 0 and 16.5")
@@ -107,7 +109,7 @@ class Searching:
 
     @property
     def curriculum(self) -> list[float]:
-        return self.config.curriculum if self.config.allocator == "ppo" else []
+        return self.config.curriculum if self.config.allocator == "ppo" and self.config.episodes else []
 
     def problem(self, target: float) -> Problem:
         return Problem(self.table.D, self.table.B, self.table.budget(target))
@@ -147,6 +149,7 @@ class Searching:
                 last["entropy"], last["kl"], last["clip_fraction"], last["explained_variance"],
             )  # fmt: skip
             report(search.episodes, config.episodes)
+        search.loss(search.plan()[None])  # what the last update made of it
         self.record.children[f"ppo {stage}, {target:g} bits"] = Record(
             params={"target_bits": target, "allocator": "ppo"}, curves=curves, tags={"allocator": "ppo"}
         )

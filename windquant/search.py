@@ -8,7 +8,7 @@ What chance a policy needs to find something new lies in the features of the cor
 would cost more than there is to gain (benchmarks/LOG.md): every episode is shown a table of its own, its groups made dearer
 or cheaper. The policy plays it at a low temperature, at the price p of bytes at which its own distortions keep the budget:
 the budget's multiplier, solved for every episode. True losses are asked for the policy's own plan, for that of the
-corrected table, and for a few of the rollout's; all episodes teach.
+corrected table and others near it, and for one of the rollout's; all episodes teach.
 
 The multiplier of quality, mu, follows the measured degradation: up while the plans' mean loss is above what is aimed at,
 down below it; step rewards are -(mu D + p (B - B at 2 bits)). The budget is hard, and p solved for: it rises with mu, so
@@ -37,9 +37,9 @@ Loss = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """episodes in all; batch of them a rollout. losses: plans a rollout whose true loss is asked for, at least 2. explore:
-    standard deviation of the logarithm of what an episode's table is multiplied with, feature by feature. depths: tents over
-    the depth."""
+    """episodes in all, 0 to take a policy as it is; batch of them a rollout. losses: plans a rollout whose true loss is
+    asked for, at least 2. explore: standard deviation of the logarithm of what an episode's table is multiplied with,
+    feature by feature. depths: tents over the depth."""
 
     episodes: int = 200
     batch: int = 25
@@ -52,9 +52,10 @@ class SearchConfig:
         return -(-self.episodes // self.batch)
 
     def __post_init__(self) -> None:
-        above_zero(self, "episodes", "batch", "losses", "depths")
-        if self.explore < 0:
-            raise InputError(f"explore {self.explore:g} is below 0")
+        above_zero(self, "batch", "losses", "depths")
+        for name in ("episodes", "explore"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} {getattr(self, name):g} is below 0")
 
 
 class Counted:
@@ -171,8 +172,7 @@ class Search:
         shown = (self.config.explore * self.f @ random).exp()
         steps, choice = self._play(shown)
         self.episodes += E
-        asked = torch.stack([self.plan(), lagrangian(self.corrected(), self.generator), *choice])
-        losses = self.loss(asked[: max(2, self.config.losses)])
+        losses = self.loss(self._asked(choice))
         if self.aim is not None:
             self.mu = min(max(self.mu * math.exp(float(losses.mean()) - self.aim), 0.25), 4.0)
         stats, terms = self._learn(steps, choice)
@@ -190,6 +190,17 @@ class Search:
         }
         # Sums differ in their last digits with where a tensor lies in memory.
         return {name: float(f"{float(value):.9g}") for name, value in (figures | terms | stats).items()}
+
+    def _asked(self, choice: Tensor) -> Tensor:
+        """Plans whose true losses are worth most: the policy's own, that of the corrected table, one of the rollout's, and
+        others of corrected tables with their groups made dearer or cheaper once more, which are near the best one known."""
+        corrected = self.corrected()
+        plans = [self.plan(), lagrangian(corrected, self.generator), choice[0]]
+        while len(plans) < self.config.losses:
+            random = torch.randn(self.f.shape[1], generator=self.generator, dtype=torch.float64)
+            D = corrected.D * (self.config.explore * self.f @ random).exp()[:, None]
+            plans.append(lagrangian(replace(corrected, D=D), self.generator))
+        return torch.stack(plans[: max(2, self.config.losses)])
 
     @torch.no_grad()
     def seen(self, factors: Tensor | float = 1.0) -> Problem:

@@ -132,6 +132,17 @@ def test_a_saved_policy_is_where_another_search_starts(ready, monkeypatch):
     )
 
 
+def test_a_policy_is_applied_to_another_target_without_training(ready, monkeypatch):
+    shutil.copytree(allocated(monkeypatch, "first"), "saved")
+    out = allocated(monkeypatch, "second", policy="saved/policy.safetensors", target_bits=2.9, episodes=0)
+    saved = store.load_tensors(store.Path("saved/policy.safetensors"))
+    kept = store.load_tensors(out / "policy.safetensors")
+    assert all(torch.equal(t, kept[name]) for name, t in saved.items())
+    rows = compared(out)
+    assert rows["ppo"]["evaluations"] <= 2 and rows["ppo"]["kl_other_text"] <= rows["lagrangian"]["kl_other_text"]
+    assert 0.98 * 2.9 < plans.load_plan(out / "ppo.parquet").effective_bits <= 2.9
+
+
 def test_a_policy_of_other_states_is_refused(ready, monkeypatch):
     shutil.copytree(allocated(monkeypatch, "first"), "saved")
     said = store.load_json(store.Path("saved/policy.json"))
@@ -195,7 +206,7 @@ def test_what_a_search_cannot_do_is_said_in_a_sentence(ready, monkeypatch, chang
     ({"allocator": "greedy"}, "allocator 'greedy' is unknown; choose one of uniform, random, sensitivity-rank, lagrangian, ppo"),
     ({"finalists": 0}, "finalists 0 is not above 0"), ({"windows": 0}, "windows 0 is not above 0"),
     ({"curriculum": [3.0, 0.0]}, "curriculum holds 0"), ({"lr": 0.0}, "lr 0 is not above 0"),
-    ({"episodes": 0}, "episodes 0 is not above 0"), ({"target_bits": 20.0}, "target_bits 20 is not"),
+    ({"episodes": -1}, "episodes -1 is below 0"), ({"allocator": "ppo", "episodes": 0}, "episodes 0 takes the policy as it is"), ({"target_bits": 20.0}, "target_bits 20 is not"),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -133,6 +133,18 @@ def test_the_first_plan_is_the_lagrangians():
     assert torch.equal(found.plan(), found.first)
 
 
+def test_plans_asked_for_keep_the_budget_and_lie_near_the_best_that_is_known():
+    found = search(episodes=96, batch=8, losses=6)
+    for _ in range(6):
+        found.rollout()
+    given, true = problem(), loss_of(truth(problem().D))
+    _, choice = found._play(torch.ones(len(BODY), 8, dtype=torch.float64))
+    asked = found._asked(choice)
+    assert len(asked) == 6 and torch.equal(asked[2], choice[0]) and all(given.size(c) <= given.budget for c in asked)
+    start = float(true(found.first[None]))
+    assert all(float(true(c[None])) < start for c in asked[3:])
+
+
 def test_the_best_plans_come_first():
     counted = Counted(lambda c: c.sum(1).double())
     counted(torch.tensor([[2, 2], [0, 1], [1, 1]]))
@@ -162,7 +174,7 @@ def test_the_price_rises_as_the_budget_falls():
     assert price(problem(2.0)) > price(problem(2.3)) > price(problem(3.0)) > 0
 
 
-@pytest.mark.parametrize("given", [{"episodes": 0}, {"batch": 0}, {"losses": 0}, {"explore": -1.0}])
+@pytest.mark.parametrize("given", [{"episodes": -1}, {"batch": 0}, {"losses": 0}, {"explore": -1.0}])
 def test_settings_out_of_range_are_refused(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         SearchConfig(**given)
