@@ -1,7 +1,8 @@
 """Allocators at equal effective bits: perplexity of held-out articles, plan by plan, after each treatment.
 
 `rounding` to nearest on fitted scales, the engine's `feedback` and `reconstruction`. Searches start anew for every seed,
-which the engine takes, too; what does not depend on a seed is made once. `uniform` spends the whole budget evenly;
+which the engine takes, too; for `rounding` their losses are of composed plans, else of error feedback. What does not depend
+on a seed is made once. `uniform` spends the whole budget evenly;
 `uniform-2` is one width everywhere, which leaves some of the budget unused. Uses the artifacts of prepare to supernet; rows
 that are finished survive a kill.
 """
@@ -47,7 +48,7 @@ def _kept(bench: Bench, allocator: str, target: float, treatment: str, seed: int
 
 
 def _row(bench: Bench, allocator: str, target: float, treatment: str, seed: int) -> dict[str, Any]:
-    choice, evaluations = _choice(bench, allocator, target, seed)
+    choice, evaluations = _choice(bench, allocator, target, "composed" if treatment == "rounding" else "feedback", seed)
     plan = bench.table.plan(choice)
     began = time.monotonic()
     bench.ours(plan, treatment, seed)
@@ -67,28 +68,28 @@ def _row(bench: Bench, allocator: str, target: float, treatment: str, seed: int)
     }
 
 
-def _choice(bench: Bench, allocator: str, target: float, seed: int) -> tuple[Tensor, int]:
-    """A plan, and the true losses that it took. Searches are kept, so that no treatment searches again."""
+def _choice(bench: Bench, allocator: str, target: float, loss: str, seed: int) -> tuple[Tensor, int]:
+    """A plan, and the true losses that it took. Searches are kept, so that none is made twice."""
     table = bench.table
     if allocator not in SEARCHES:
         return bench.choice(allocator.removesuffix("-2"), target, seed), 0
-    key = f"plan-{allocator}-{target:g}-{seed}"
+    key = f"plan-{allocator}-{target:g}-{loss}-{seed}"
     if not bench.kept.has(key):
-        for name, found in _search(table, target, seed).items():
-            bench.kept.put(f"plan-{name}-{target:g}-{seed}", found)
+        for name, found in _search(table, target, loss, seed).items():
+            bench.kept.put(f"plan-{name}-{target:g}-{loss}-{seed}", found)
     kept = bench.kept.get(key)
     return kept["choice"].long(), int(kept["evaluations"])
 
 
-def _search(table: plans.Table, target: float, seed: int) -> dict[str, dict[str, Tensor]]:
+def _search(table: plans.Table, target: float, loss: Any, seed: int) -> dict[str, dict[str, Tensor]]:
     """PPO, and evolution with as many true losses."""
     params = load_params()
-    name = f"benchmark-search-{target:g}-{seed}"
+    name = f"benchmark-search-{target:g}-{loss}-{seed}"
     out = store.state(name) / "out"
     out.mkdir(parents=True, exist_ok=True)
     fingerprint = store.hash_tree(store.path("supernet")) + repr(params.allocate)
     job = Job("allocate", replace(params.common, seed=seed), out, store.Scratch(name, fingerprint))
-    config = replace(params.allocate, allocator="ppo", target_bits=target, target_size=None)
+    config = replace(params.allocate, allocator="ppo", loss=loss, target_bits=target, target_size=None)
     searching = Searching(config, table, target, job, Record())
     ppo = searching.ppo()
     found = {"ppo": ppo, "evolution": searching.evolution(ppo.evaluations)}

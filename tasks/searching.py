@@ -53,7 +53,7 @@ class AllocateConfig(Target, SearchConfig, PPOConfig):
     loss: Literal["composed", "feedback"] = "composed"
     curriculum: list[float] = field(default_factory=lambda: [3.0, 2.5])
     policy: str | None = None
-    windows: int | None = by_effort(demo=4, full=64)
+    windows: int | None = by_effort(demo=16, full=64)
     finalists: int = 4
     epsilon: float = 1.0
 
@@ -198,7 +198,7 @@ class Searching:
 
     def _kept(self, name: str, net: Candidates, windows: Tensor) -> Counted:
         """Losses on a text, that survive an interruption."""
-        reference = list(net.log_probabilities(windows))
+        reference = [p.half().cpu() for p in net.log_probabilities(windows)]  # every logit of every token is kept
 
         @torch.no_grad()
         def measure(choices: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def test_true_losses_after_error_feedback_are_those_of_matrices_rounded_under_th
             rounded = round_with_feedback(layer.weight, moments, plan.of(m.name), salient)
             layer.weight.copy_(pack_matrix(rounded, chunk, salient)[1])
         expected = score(model, picked, picked.shape[1], models.reference(source, cpu)).kl
-        assert rows[name]["kl"] == pytest.approx(expected, rel=1e-4)
+        assert rows[name]["kl"] == pytest.approx(expected, abs=2e-5)  # the reference's are kept in half precision
 
 
 def test_a_search_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
