@@ -32,10 +32,15 @@ class Candidates:
     now: list[float | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.now, self.prefix = [None] * len(self.body), decoder_blocks(self.model)[0]
+        self.replaced()
+        self.prefix = decoder_blocks(self.model)[0]
         self.chunks = {u.matrix.name: u.columns for u in self.body if u.first_column == 0}
         self.layers = {name: self.model.get_submodule(name) for name in self.chunks}
         self.original = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
+
+    def replaced(self) -> None:
+        """To be told when somebody else sets the model's weights: it has no plan from then on."""
+        self.now = [None] * len(self.body)
 
     @torch.no_grad()
     def set(self, bits: Sequence[float]) -> None:

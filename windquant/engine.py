@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windquant.blocks import Walk, linears
-from windquant.calibrate import Report, Scratch
+from windquant.calibrate import Inputs, Report, Scratch
 from windquant.errors import InputError, about
 from windquant.feedback import DAMP, Moments, round_with_feedback
 from windquant.grids import symbols
@@ -49,6 +49,11 @@ class Engine(Streams[PackedMatrix]):
             if planned != units:
                 raise InputError(f"{m.name}: the plan has {planned} widths for its {units} units")
         return super().run(windows, report)
+
+    def _watch(self, index: int, block: nn.Module, x: Tensor, q: Tensor) -> tuple[Tensor, Inputs]:
+        if self.config is None:  # error feedback does not ask what the reference's block makes of its own
+            return x, self._inputs(index, block, q)
+        return super()._watch(index, block, x, q)
 
     def kept(self, index: int) -> dict[str, PackedMatrix]:
         """The packed matrices of a finished block."""

@@ -86,6 +86,21 @@ def test_true_losses_after_error_feedback_are_those_of_matrices_rounded_under_th
         assert rows[name]["kl"] == pytest.approx(expected, abs=2e-5)  # the reference's are kept in half precision
 
 
+def test_after_error_feedback_plans_are_confirmed_as_their_checkpoints_will_be(ready, monkeypatch):
+    out = allocated(monkeypatch, loss="feedback", curriculum=[], episodes=3, losses=2)
+    rows = compared(out)
+    shutil.copytree(out, store.path("allocate"))
+    monkeypatch.setitem(STAGES, "quantize", (quantize.run, QuantizeConfig("feedback", check_tokens=16)))
+    folder = run("quantize")
+    ids = store.load_tensors(store.path("prepare") / "windows" / "train.safetensors")["ids"].long()
+    picked = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[1:2]]
+    reference = models.reference(store.path("prepare") / "model", torch.device("cpu"))
+    for name in ("uniform", "lagrangian", "ppo"):
+        loaded = packed.load(folder / name, torch.device("cpu"))
+        expected = score(loaded, picked, picked.shape[1], reference).kl
+        assert rows[name]["kl_other_text"] == pytest.approx(expected, rel=0.1)  # in bfloat16 where the machine has it
+
+
 def test_a_search_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
     whole = store.hash_tree(allocated(monkeypatch, "whole"))
     bar = progress.bar
