@@ -70,30 +70,35 @@ def _row(bench: Bench, allocator: str, target: float, treatment: str, seed: int)
 
 def _choice(bench: Bench, allocator: str, target: float, loss: str, seed: int) -> tuple[Tensor, int]:
     """A plan, and the true losses that it took. Searches are kept, so that none is made twice."""
-    table = bench.table
     if allocator not in SEARCHES:
         return bench.choice(allocator.removesuffix("-2"), target, seed), 0
     key = f"plan-{allocator}-{target:g}-{loss}-{seed}"
     if not bench.kept.has(key):
-        for name, found in _search(table, target, loss, seed).items():
+        job = _job(bench, target, loss, seed)
+        for name, found in _search(bench.table, target, loss, job).items():
             bench.kept.put(f"plan-{name}-{target:g}-{loss}-{seed}", found)
+        job.scratch.clear()
     kept = bench.kept.get(key)
     return kept["choice"].long(), int(kept["evaluations"])
 
 
-def _search(table: plans.Table, target: float, loss: Any, seed: int) -> dict[str, dict[str, Tensor]]:
-    """PPO, and evolution with as many true losses."""
+def _job(bench: Bench, target: float, loss: str, seed: int) -> Job:
     params = load_params()
     name = f"benchmark-search-{target:g}-{loss}-{seed}"
     out = store.state(name) / "out"
     out.mkdir(parents=True, exist_ok=True)
-    fingerprint = store.hash_tree(store.path("supernet")) + repr(params.allocate)
-    job = Job("allocate", replace(params.common, seed=seed), out, store.Scratch(name, fingerprint))
-    config = replace(params.allocate, allocator="ppo", loss=loss, target_bits=target, target_size=None)
+    hashes = [store.hash_tree(store.path(s)) for s in ("prepare", "calibrate", "supernet")]
+    fingerprint = " ".join([bench.made_with, *hashes, repr(params.allocate)])
+    return Job("allocate", replace(params.common, seed=seed), out, store.Scratch(name, fingerprint))
+
+
+def _search(table: plans.Table, target: float, loss: Any, job: Job) -> dict[str, dict[str, Tensor]]:
+    """PPO, and evolution with as many true losses."""
+    config = replace(load_params().allocate, allocator="ppo", loss=loss, target_bits=target, target_size=None)
     searching = Searching(config, table, target, job, Record())
     ppo = searching.ppo()
     found = {"ppo": ppo, "evolution": searching.evolution(ppo.evaluations)}
-    shutil.rmtree(out)
+    shutil.rmtree(job.out)
     return {
         name: {"choice": f.choice.to(torch.uint8), "evaluations": torch.tensor(f.evaluations)} for name, f in found.items()
     }

@@ -89,8 +89,10 @@ class Bench:
         self.ids = store.load_tensors(prepared / "windows" / "calibration.safetensors")["ids"][:WINDOWS, :TOKENS].long()
         self.dense = Dense(load_params().benchmark.windows or 0)
         code = hashlib.sha256(store.hash_tree(store.path("sensitivity")).encode())
-        code.update(b"".join(f.read_bytes() for f in sorted(store.Path("windquant").glob("*.py"))))
-        self.kept = store.Scratch(f"benchmark-{name}", code.hexdigest())
+        own = [*sorted(store.Path("windquant").glob("*.py")), store.Path("tasks/searching.py")]
+        code.update(b"".join(f.read_bytes() for f in own))
+        self.made_with = code.hexdigest()
+        self.kept = store.Scratch(f"benchmark-{name}", self.made_with)
 
     def row(self, allocator: str, target: float, treatment: str, seed: int) -> dict[str, Any]:
         label, began = f"{allocator} {target:g} {treatment}", time.monotonic()

@@ -189,7 +189,7 @@ def _provenance() -> dict[str, str]:
 
 
 def _usage(wall: float, cpu: float) -> dict[str, float]:
-    """wall: seconds, with those of interrupted starts; cpu: of this start."""
+    """wall: seconds, with those of interrupted starts; cpu, and peaks: of this start."""
     from tasks import usage
 
     return {

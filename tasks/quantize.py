@@ -69,7 +69,7 @@ def run(config: QuantizeConfig, job: Job) -> Record:
     for file in sorted(store.path("allocate").glob("*.parquet")):
         plan = plans.load_plan(file)
         if config.treatment == "reconstruction" and plan.header["allocator"] in ("ppo", "evolution"):
-            log.warning("plan %s was searched on composed units; after reconstruction lagrangian's plans have been better "
+            log.warning("plan %s was searched for another treatment; after reconstruction lagrangian's have been better "
                         "(benchmarks/LOG.md), which `compare` will tell", file.stem)  # fmt: skip
         with job.scratch.clock(file.stem) as clock:
             counts[file.stem] = _quantize(source, plan, job.out / file.stem, config, job)

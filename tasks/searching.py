@@ -1,9 +1,9 @@
 """Allocators that ask for true losses: PPO with its curriculum, and evolution.
 
 A plan's true loss is the KL divergence from the reference, nats a token, on training text, of the model composed of the
-supernet's units, or of its matrices rounded with error feedback, which takes ten times as long. KL varies far less from
+supernet's units, or of its matrices rounded with error feedback, which takes longer. KL varies far less from
 text to text than the negative log-likelihood. The best plans are confirmed on other training text, the plan each search
-started from among them; after error feedback as the engine does it, block after block, which takes five times as long again.
+started from among them; those of error feedback as the engine rounds them, block after block, which takes longer again.
 """
 
 import json
@@ -67,8 +67,8 @@ class AllocateConfig(Target, SearchConfig, PPOConfig):
         if self.allocator not in names:
             raise InputError(f"allocator '{self.allocator}' is unknown; choose one of {', '.join(names)}")
         above_zero(self, "finalists", "epsilon", *["windows"] * (self.windows is not None))
-        if self.allocator == "ppo" and not self.episodes and self.policy is None:
-            raise InputError("episodes 0 takes the policy as it is, and there is none; name one, or raise episodes")
+        if self.allocator in SEARCHES and not self.episodes and (self.policy is None or self.allocator != "ppo"):
+            raise InputError("episodes 0 takes ppo's policy as it is, and none is given; name one, or raise episodes")
         for bits in self.curriculum:
             if not 0 < bits <= 16.5:
                 raise InputError(f"curriculum holds {bits:g}, which is not a number of bits between 0 and 16.5")
@@ -176,7 +176,11 @@ class Searching:
 
     def score(self, choices: Tensor) -> list[Found]:
         """Of plans (n, units) that were made without true losses."""
-        return [Found(c, float(self.loss(c[None])), float(self.other(c[None])), 0, 0.0) for c in choices]
+        found, report = [], progress.bar("plans to compare with")
+        for i, choice in enumerate(choices):
+            found.append(Found(choice, float(self.loss(choice[None])), float(self.other(choice[None])), 0, 0.0))
+            report(i + 1, len(choices))
+        return found
 
     def _losses(self) -> tuple[Counted, Counted]:
         """On the search's text, and on other text."""
@@ -195,7 +199,8 @@ class Searching:
         if self.config.loss == "composed":
             net = Composed(model, self.table.body, units_of)
         else:
-            net = Fed(model, self.table.body, Statistics().moment, Protector(self.table.protection))
+            statistics = Statistics()
+            net = Fed(model, self.table.body, statistics.moment, Protector(self.table.protection, statistics))
         own, other = picked
         final = net.set if self.config.loss == "composed" else partial(self._treat, net)
         return self._kept("losses", net, own, net.set), self._kept("losses-other", net, other, final)
@@ -206,13 +211,14 @@ class Searching:
 
         @torch.no_grad()
         def measure(choices: Tensor) -> Tensor:
-            found = []
+            found, report = [], progress.bar("true losses") if len(choices) > 1 else _silent
             for choice in choices:
                 interrupts.check()
                 set_plan([WIDTHS[c] for c in choice.tolist()])
                 counted.known[key(choice)] = _finite(net.divergence(windows, reference))
                 found.append(counted.known[key(choice)])
                 self.job.scratch.put(name, counted.state())
+                report(len(found), len(choices))
             return torch.tensor(found, dtype=torch.float64)
 
         counted = Counted(measure)
@@ -250,6 +256,10 @@ class Searching:
         self.origin = f"-{store.hash_file(file)[:16]}"  # DVC does not track the file
         self.static = self.standard(static_state(self.table.body, self.table.D, self.table.features))
         return policy
+
+
+def _silent(done: int, total: int) -> None:
+    pass
 
 
 def _finite(loss: float) -> float:

@@ -48,8 +48,8 @@ class Statistics:
 class Protector:
     """`Engine.protect`: salient weights chosen by the reference's activation scales, as the distortion table counts them."""
 
-    def __init__(self, protection: Protection | None) -> None:
-        self._protection, self._statistics = protection, Statistics()
+    def __init__(self, protection: Protection | None, statistics: Statistics | None = None) -> None:
+        self._protection, self._statistics = protection, statistics or Statistics()
 
     def __call__(self, block: int, name: str, w: Tensor) -> Salient | None:
         if self._protection is None:

@@ -8,6 +8,7 @@ Of a stage that DVC runs as a matrix, <stage> is here <stage>/<variant>.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -122,6 +123,8 @@ def hash_tree(folder: Path, pattern: str = "*") -> str:
 
 
 CLOCK = ".clock"
+NOT_KEPT = (".tmp", ".txt")
+"""Suffixes of what a dying process leaves: a file half-written, last words."""
 
 
 @dataclass
@@ -173,8 +176,8 @@ class Scratch:
 
     @contextmanager
     def clock(self, name: str) -> Iterator[Clock]:
-        """Times a piece of work, whatever interrupts it: of a start that did not end, the time until it last wrote into the
-        folder is that of work which is kept."""
+        """Times a piece of work, whatever interrupts it: of an earlier start counts the time until it last wrote into the
+        folder, for so far its work is kept, and what it did after that is done again."""
         key = f"{name}{CLOCK}"
         clock = Clock(self._spent(key), time.time())
         self.put_json(key, vars(clock))
@@ -186,9 +189,9 @@ class Scratch:
         if not self.has_json(key):
             return 0.0
         clock = Clock(**self.get_json(key))
-        if clock.until is None:
-            wrote = (f.stat().st_mtime for f in self.folder.rglob("*") if f.is_file() and CLOCK not in f.name)
-            clock.until = max(clock.began, *wrote)
+        end = math.inf if clock.until is None else clock.until
+        kept = (f for f in self.folder.rglob("*") if CLOCK not in f.name and f.suffix not in NOT_KEPT and f.is_file())
+        clock.until = max(clock.began, *(t for f in kept if (t := f.stat().st_mtime) <= end))
         return clock.seconds
 
     def clear(self) -> None:

@@ -184,7 +184,7 @@ def children_of(run_id: str) -> dict[str, dict[str, float]]:
 
 def summarise(opened: Run, states: dict[Piece, str]) -> None:
     """The pipeline's run: the plan's headline metrics and pictures, what each stage did, the runs that made the
-    artifacts, and the hours that *this* pipeline run spent."""
+    artifacts, and the hours that what it ran took, with those of interrupted starts that it went on from."""
     from tasks import settings
 
     params = settings.load()

@@ -48,6 +48,8 @@ class Candidates:
         if len(bits) != len(self.body):
             raise InputError(f"a plan of {len(bits)} widths for {len(self.body)} units")
         changed = [i for i, b in enumerate(bits) if b != self.now[i]]
+        for i in changed:  # should writing fail half way
+            self.now[i] = None
         self.write(bits, changed)
         self.now = list(bits)
 
@@ -79,14 +81,14 @@ class Candidates:
 class Fed(Candidates):
     """Matrices rounded with error feedback, under the moments that the reference's blocks put out. The engine takes those of
     the quantized blocks before; here a matrix depends on its own units alone, and one whose widths stay is not rounded
-    again, nor is any text run through the blocks. moments, protect: of a block's index and a path in the block, H; and
-    what is kept in INT8 of these weights."""
+    again, nor is any text run through the blocks. It starts from weights of the model's own dtype. moments, protect: of a
+    block's index and a path in the block, H; and what is kept in INT8 of these weights."""
 
     moments: Callable[[int, str], Tensor]
     protect: Callable[[int, str, Tensor], Salient | None]
 
     def write(self, bits: Sequence[float], changed: list[int]) -> None:
-        todo = {self.body[i].matrix.name for i in changed}
+        todo, H, moments = {self.body[i].matrix.name for i in changed}, None, None
         for matrix, units in groupby(range(len(self.body)), lambda i: self.body[i].matrix):
             widths = [bits[i] for i in units]
             if matrix.name not in todo:
@@ -94,7 +96,8 @@ class Fed(Candidates):
             layer, chunk = self.layers[matrix.name], self.chunks[matrix.name]
             w, (block, inner) = self.original[matrix.name].float(), inside(self.prefix, matrix.name)
             with about(matrix.name):
-                salient = self.protect(block, inner, w)
-                moments = Moments.of(self.moments(block, inner).to(w.device), chunk)
+                salient, own = self.protect(block, inner, w), self.moments(block, inner)
+                if moments is None or own is not H:  # q, k and v, gate and up have the same
+                    H, moments = own, Moments.of(own.to(w.device), chunk)
                 rounded = round_with_feedback(w, moments, widths, salient)
             layer.weight.copy_(pack_matrix(rounded, chunk, salient)[1])

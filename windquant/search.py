@@ -192,8 +192,9 @@ class Search:
         return {name: float(f"{float(value):.9g}") for name, value in (figures | terms | stats).items()}
 
     def _asked(self, choice: Tensor) -> Tensor:
-        """Plans whose true losses are worth most: the policy's own, that of the corrected table, one of the rollout's, and
-        others of corrected tables with their groups made dearer or cheaper once more, which are near the best one known."""
+        """Plans whose true losses are worth most: the policy's own, that of the corrected table, from three on one of the
+        rollout's, and others of corrected tables with their groups made dearer or cheaper once more, which are near the best
+        one known."""
         corrected = self.corrected()
         plans = [self.plan(), lagrangian(corrected, self.generator), choice[0]]
         while len(plans) < self.config.losses:

@@ -1,4 +1,4 @@
-"""The allocate stage with true losses, on plans composed of a tiny supernet."""
+"""The allocate stage with true losses, on plans composed of a tiny supernet or rounded with error feedback."""
 
 import contextlib
 import shutil
@@ -221,7 +221,7 @@ def test_what_a_search_cannot_do_is_said_in_a_sentence(ready, monkeypatch, chang
     ({"allocator": "greedy"}, "allocator 'greedy' is unknown; choose one of uniform, random, sensitivity-rank, lagrangian, ppo"),
     ({"finalists": 0}, "finalists 0 is not above 0"), ({"windows": 0}, "windows 0 is not above 0"),
     ({"curriculum": [3.0, 0.0]}, "curriculum holds 0"), ({"lr": 0.0}, "lr 0 is not above 0"),
-    ({"episodes": -1}, "episodes -1 is below 0"), ({"allocator": "ppo", "episodes": 0}, "episodes 0 takes the policy as it is"), ({"target_bits": 20.0}, "target_bits 20 is not"),
+    ({"episodes": -1}, "episodes -1 is below 0"), ({"allocator": "ppo", "episodes": 0}, "episodes 0 takes ppo's policy as it is"), ({"target_bits": 20.0}, "target_bits 20 is not"),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -55,11 +55,18 @@ def test_only_matrices_whose_plan_changes_are_rounded_again(tiny, monkeypatch):
     assert rounded == [(last.rows, last.columns)]
 
 
-def test_moments_that_are_no_numbers_are_refused_with_the_matrix_and_the_model_keeps_its_plan(tiny):
-    net = Fed(tiny, cut(blocks.matrices(tiny), CHUNK), lambda b, n: moments(b, n) * float("nan"), lambda b, n, w: None)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: the input second moments hold NaN or Inf"):
-        net.set([2.0] * len(net.body))
-    assert net.now[0] is None
+def test_what_fails_half_way_is_refused_with_the_matrix_and_another_plan_is_set_whole(tiny):
+    bad = []
+    net = Fed(tiny, cut(blocks.matrices(tiny), CHUNK),
+              lambda b, n: moments(b, n) * float("nan" if (b, n) in bad else 1), lambda b, n, w: None)  # fmt: skip
+    net.set([2.0] * len(net.body))
+    before = {name: layer.weight.clone() for name, layer in net.layers.items()}
+    bad.append((1, "mlp.up_proj"))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj: the input second moments hold NaN or Inf"):
+        net.set([3.0] * len(net.body))
+    bad.clear()
+    net.set([2.0] * len(net.body))
+    assert all(torch.equal(layer.weight, before[name]) for name, layer in net.layers.items())
 
 
 def test_a_plan_of_another_length_is_refused(tiny):
