@@ -5,30 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from tasks import plans
+from tasks.figures import panels, save
 from windquant.grids import WIDTHS
-
-
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _save(figure: Any, file: Path, dpi: int) -> None:
-    figure.savefig(file, dpi=dpi, metadata={"Software": None})
 
 
 def pareto(rows: Sequence[dict[str, Any]], file: Path, dpi: int) -> None:
     """Effective bits against perplexity, and against mean accuracy; methods at several bits as one line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5), layout="constrained")
+    figure, (left, right) = panels(2, 13, 5)
     methods: dict[str, list[dict[str, Any]]] = {}
     for r in rows:
         methods.setdefault(r["method"].rpartition("-")[0] if r["baseline"] else r["method"], []).append(r)
     bits = [r["effective bits"] for r in rows if r["method"] != "reference"]
-    left, right = figure.subplots(1, 2)
     for axes, of in ((left, "perplexity"), (right, "accuracy")):
         for name, points in methods.items():
             points = sorted(points, key=lambda r: r["effective bits"])
@@ -42,19 +29,17 @@ def pareto(rows: Sequence[dict[str, Any]], file: Path, dpi: int) -> None:
     left.set(yscale="log", ylabel="perplexity of the test text")
     right.set(ylabel="mean accuracy")
     left.legend()
-    _save(figure, file, dpi)
+    save(figure, file, dpi)
 
 
 def heat_maps(found: Sequence[plans.Plan], file: Path, dpi: int) -> None:
     """Mean bits of every matrix, block by kind: plans side by side, on one scale."""
-    from matplotlib.figure import Figure
-
     kinds = list(dict.fromkeys(u.matrix.kind for u in found[0].body))
     means = [_mean_bits(plan, kinds) for plan in found]
     blocks = len(means[0])
-    figure = Figure(figsize=((2.5 + 0.75 * len(kinds)) * len(found), 1.5 + 0.24 * blocks), layout="constrained")
+    figure, side_by_side = panels(len(found), (2.5 + 0.75 * len(kinds)) * len(found), 1.5 + 0.24 * blocks)
     top = max(v for mean in means for row in mean for v in row if v == v)
-    for plan, mean, axes in zip(found, means, figure.subplots(1, len(found), squeeze=False)[0], strict=True):
+    for plan, mean, axes in zip(found, means, side_by_side, strict=True):
         image = axes.imshow(mean, aspect="auto", cmap="viridis", vmin=1, vmax=top)
         for i, row in enumerate(mean):
             for j, value in enumerate(row):
@@ -65,7 +50,7 @@ def heat_maps(found: Sequence[plans.Plan], file: Path, dpi: int) -> None:
         title = f"{plan.header['allocator']}, {plan.effective_bits:.3f} effective bits: mean bits a matrix"
         axes.set(ylabel="block", title=title)
     figure.colorbar(image, ax=figure.axes, label="bits")
-    _save(figure, file, dpi)
+    save(figure, file, dpi)
 
 
 def _mean_bits(plan: plans.Plan, kinds: list[str]) -> list[list[float]]:
@@ -81,7 +66,7 @@ def _mean_bits(plan: plans.Plan, kinds: list[str]) -> list[list[float]]:
 
 
 def shares(found: dict[str, plans.Plan], file: Path, dpi: int) -> None:
-    figure, axes = _figure(7, 4)
+    figure, (axes,) = panels(1, 7, 4)
     width = 0.8 / len(found)
     for i, (name, plan) in enumerate(found.items()):
         of_plan = plan.shares()
@@ -89,4 +74,4 @@ def shares(found: dict[str, plans.Plan], file: Path, dpi: int) -> None:
     axes.set_xticks([j + 0.4 - width / 2 for j in range(len(WIDTHS))], [f"{w:g}" for w in WIDTHS])
     axes.set(xlabel="bits", ylabel="share of the weights, %")
     axes.legend()
-    _save(figure, file, dpi)
+    save(figure, file, dpi)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tasks.figures import panels, save
 from windquant.hessian import Spectrum
 
 Rows = Sequence[dict[str, Any]]
@@ -19,19 +20,20 @@ def densities(spectra: Mapping[str, Spectrum], file: Path) -> None:
     width = 0.01 * max(-low, high)
     ends = 1.05 * torch.tensor([low / width, high / width], dtype=torch.float64).asinh()
     at = width * torch.linspace(float(ends[0]), float(ends[1]), 800, dtype=torch.float64).sinh()
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = panels(1, 7, 4.5)
     for name, s in spectra.items():
         axes.plot(at, s.density(at, width).clamp_min(1e-9), label=name)
     axes.set_xscale("symlog", linthresh=width)
     axes.set(yscale="log", xlabel="eigenvalue of the loss's Hessian", ylabel="density")
     axes.legend()
-    _save(figure, file)
+    axes.grid(alpha=0.3)
+    save(figure, file)
 
 
 def against(what: str, runs: Mapping[str, tuple[Sequence[float], Rows]], file: Path) -> None:
     """Largest magnitude and share near zero, with their spread over probes. runs: name -> where (n,), and what
     `Spectrum.figures` says there (n,)."""
-    figure, (left, right) = _figure(2)
+    figure, (left, right) = panels(2, 11, 4.5)
     for name, (at, rows) in runs.items():
         largest = [max((abs(r[k]), r[f"{k}_std"]) for k in ("lambda_max", "lambda_min")) for r in rows]
         left.errorbar(at, *zip(*largest, strict=True), marker="o", capsize=3, label=name)
@@ -40,17 +42,6 @@ def against(what: str, runs: Mapping[str, tuple[Sequence[float], Rows]], file: P
     left.set(yscale="log", xlabel=what, ylabel="largest magnitude of an eigenvalue")
     right.set(xlabel=what, ylabel="share of eigenvalues near zero")
     left.legend()
-    _save(figure, file)
-
-
-def _figure(panels: int) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7 if panels == 1 else 11, 4.5), layout="constrained")
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
-
-
-def _save(figure: Any, file: Path) -> None:
-    for axes in figure.axes:
+    for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120, metadata={"Software": None})
+    save(figure, file)
