@@ -125,7 +125,7 @@ class Searching:
                 search = self._learn(i, target, start)
                 start, evaluations = search.policy, evaluations + len(search.loss.known)
             self._save(search.policy)
-            found = self._confirm(search.loss, search.first)
+            found = self._confirm(search.loss, search.plan(), search.first)
         return replace(found, evaluations=evaluations, seconds=clock.seconds)
 
     def _learn(self, stage: int, target: float, start: Policy | None) -> Search:
@@ -165,9 +165,10 @@ class Searching:
             found = self._confirm(counted, lagrangian(problem, self.job.generator()))
         return replace(found, evaluations=len(counted.known), seconds=clock.seconds)
 
-    def _confirm(self, losses: Counted, first: Tensor) -> Found:
-        """The best of the finalists and of what the search started from, on text that it has not seen."""
-        choices = torch.cat([losses.best(self.config.finalists)[0], first[None]])
+    def _confirm(self, losses: Counted, *others: Tensor) -> Found:
+        """The best of the finalists and of others, on text that the search has not seen. The last of these is the plan that
+        it started from. The least losses are those of good luck, too; a policy's plan rests on all of them."""
+        choices = torch.cat([losses.best(self.config.finalists)[0], torch.stack(others)])
         confirmed = self.other(choices)
         best = int(confirmed.argmin())
         if best == len(choices) - 1:
