@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -198,15 +197,14 @@ class Searching:
             )
         picked = ids[torch.randperm(len(ids), generator=self.job.generator())[: 2 * wanted]].split(wanted)
         if self.config.loss == "composed":
-            net = Composed(model, self.table.body, units_of)
+            net, confirm = Composed(model, self.table.body, units_of), self._set
         else:
-            statistics = Statistics()
+            statistics, confirm = Statistics(), self._treat
             net = Fed(model, self.table.body, statistics.moment, Protector(self.table.protection, statistics))
         own, other = picked
-        final = net.set if self.config.loss == "composed" else partial(self._treat, net)
-        return self._kept("losses", net, own, net.set), self._kept("losses-other", net, other, final)
+        return self._kept("losses", net, own, self._set), self._kept("losses-other", net, other, confirm)
 
-    def _kept(self, name: str, net: Candidates, windows: Tensor, set_plan: Callable[[list[float]], None]) -> Counted:
+    def _kept(self, name: str, net: Candidates, windows: Tensor, set_plan: Callable[[Candidates, Tensor], None]) -> Counted:
         """Losses on a text, that survive an interruption."""
         reference = [p.half().cpu() for p in net.log_probabilities(windows)]  # every logit of every token is kept
 
@@ -215,7 +213,7 @@ class Searching:
             found, report = [], progress.bar("true losses") if len(choices) > 1 else _silent
             for choice in choices:
                 interrupts.check()
-                set_plan([WIDTHS[c] for c in choice.tolist()])
+                set_plan(net, choice)
                 counted.known[key(choice)] = _finite(net.divergence(windows, reference))
                 found.append(counted.known[key(choice)])
                 self.job.scratch.put(name, counted.state())
@@ -227,9 +225,12 @@ class Searching:
             counted.load(self.job.scratch.get(name))
         return counted
 
-    def _treat(self, net: Candidates, bits: list[float]) -> None:
+    def _set(self, net: Candidates, choice: Tensor) -> None:
+        net.set([WIDTHS[c] for c in choice.tolist()])
+
+    def _treat(self, net: Candidates, choice: Tensor) -> None:
         """Set the model to what the engine's error feedback makes of a plan."""
-        folder, plan = store.path("prepare"), self.table.plan(torch.tensor([WIDTHS.index(b) for b in bits]))
+        folder, plan = store.path("prepare"), self.table.plan(choice)
         ids = store.load_tensors(folder / "windows" / "calibration.safetensors")["ids"].long()
         engine = Engine(models.walk(folder / "model", self.job.device), plan.of, plan.header["chunk_size"], None,
                         self.job.common.seed, store.Memory(), "plan", log.debug, Protector(plan.protection))  # fmt: skip

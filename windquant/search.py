@@ -168,9 +168,7 @@ class Search:
         E = min(self.config.batch, self.config.episodes - self.episodes)
         if E < 1:
             raise InputError(f"all {self.config.episodes} episodes are played")
-        random = torch.randn(self.f.shape[1], E, generator=self.generator, dtype=torch.float64)
-        shown = (self.config.explore * self.f @ random).exp()
-        steps, choice = self._play(shown)
+        steps, choice = self._play(self._factors(E))
         self.episodes += E
         losses = self.loss(self._asked(choice))
         if self.aim is not None:
@@ -191,6 +189,11 @@ class Search:
         # Sums differ in their last digits with where a tensor lies in memory.
         return {name: float(f"{float(value):.9g}") for name, value in (figures | terms | stats).items()}
 
+    def _factors(self, n: int) -> Tensor:
+        """(units, n): what n tables are to be multiplied with, groups made dearer or cheaper at random."""
+        random = torch.randn(self.f.shape[1], n, generator=self.generator, dtype=torch.float64)
+        return (self.config.explore * self.f @ random).exp()
+
     def _asked(self, choice: Tensor) -> Tensor:
         """Plans whose true losses are worth most: the policy's own, that of the corrected table, from three on one of the
         rollout's, and others of corrected tables with their groups made dearer or cheaper once more, which are near the best
@@ -198,9 +201,7 @@ class Search:
         corrected = self.corrected()
         plans = [self.plan(), lagrangian(corrected, self.generator), choice[0]]
         while len(plans) < self.config.losses:
-            random = torch.randn(self.f.shape[1], generator=self.generator, dtype=torch.float64)
-            D = corrected.D * (self.config.explore * self.f @ random).exp()[:, None]
-            plans.append(lagrangian(replace(corrected, D=D), self.generator))
+            plans.append(lagrangian(replace(corrected, D=corrected.D * self._factors(1)), self.generator))
         return torch.stack(plans[: max(2, self.config.losses)])
 
     @torch.no_grad()
