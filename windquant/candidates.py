@@ -86,6 +86,7 @@ class Fed(Candidates):
 
     moments: Callable[[int, str], Tensor]
     protect: Callable[[int, str, Tensor], Salient | None]
+    salient: dict[str, Salient | None] = field(init=False, default_factory=dict)
 
     def write(self, bits: Sequence[float], changed: list[int]) -> None:
         todo, H, moments = {self.body[i].matrix.name for i in changed}, None, None
@@ -96,7 +97,9 @@ class Fed(Candidates):
             layer, chunk = self.layers[matrix.name], self.chunks[matrix.name]
             w, (block, inner) = self.original[matrix.name].float(), inside(self.prefix, matrix.name)
             with about(matrix.name):
-                salient, own = self.protect(block, inner, w), self.moments(block, inner)
+                if matrix.name not in self.salient:  # the same under every plan
+                    self.salient[matrix.name] = self.protect(block, inner, w)
+                salient, own = self.salient[matrix.name], self.moments(block, inner)
                 if moments is None or own is not H:  # q, k and v, gate and up have the same
                     H, moments = own, Moments.of(own.to(w.device), chunk)
                 rounded = round_with_feedback(w, moments, widths, salient)
