@@ -89,8 +89,7 @@ def run(config: BaselinesConfig, job: Job) -> Record:
             store.save_tensors(job.out / f"block-{i}.safetensors", named(block))
     spent = {"seconds": clock.seconds, "peak_gib": usage.peak_gpu_gib() or usage.peak_rss_gib()}
     model, size = load(job.out, bits, config.group, job.device)
-    reference = models.reference(store.path("prepare") / "model", job.device)
-    measured = measure.measure(job.variant, model, reference, evaluation, manifest)
+    measured = measure.measure(job.variant, model, measure.expected(evaluation, job.device), evaluation, manifest)
     store.save_json(job.out / "results.json", row | size | measured | {"settings": config.settings(job.common.seed)})
     log.info("%s: %.4f effective bits, perplexity %.2f, mean accuracy %.3f, %.0f s", job.variant, size["effective_bits"],
              measured["perplexity"], measured["acc_mean"], spent["seconds"])  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tasks import models, packed, store
+from tasks import measure, models, packed, store
 from tasks.job import Job, Record
-from tasks.measure import BenchmarkConfig, facts, measure, tasks_of
+from tasks.measure import BenchmarkConfig
 
 log = logging.getLogger("windquant")
 
@@ -20,14 +20,14 @@ def run(config: BenchmarkConfig, job: Job) -> Record:
     prepared = store.path("prepare")
     made = [p for stage in ("quantize", "finetune") for p in sorted(store.path(stage).iterdir()) if p.is_dir()]
     manifest = store.load_json(prepared / "manifest.json")
-    names = tasks_of(config)
-    reference = models.reference(prepared / "model", job.device)
-    record = Record(params=facts(config, manifest, names))
+    names = measure.tasks_of(config)
+    reference = measure.expected(config, job.device)
+    record = Record(params=measure.facts(config, manifest, names))
     rows = []
-    for method, folder in [("reference", prepared / "model"), *((p.name, p) for p in made)]:
+    for method, folder in [(measure.REFERENCE, prepared / "model"), *((p.name, p) for p in made)]:
         if not job.scratch.has_json(method):
-            model = reference if method == "reference" else packed.load(folder, job.device)
-            found = measure(method, model, None if method == "reference" else reference, config, manifest)
+            model = reference.model if method == measure.REFERENCE else packed.load(folder, job.device)
+            found = measure.measure(method, model, reference, config, manifest)
             job.scratch.put_json(method, found | _continuations(model, config, manifest))
             del model
         found = job.scratch.get_json(method)

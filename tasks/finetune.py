@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tasks import card, models, packed, plans, progress, store
+from tasks.expected import Expected
 from tasks.job import Job, Record
 from tasks.quantize import summary
 from tasks.student import FinetuneConfig, build
@@ -88,8 +89,8 @@ def _windows(split: str) -> torch.Tensor:
 
 
 def _score(model: Any, ids: torch.Tensor, device: torch.device, when: str) -> Scores:
-    reference = models.reference(store.path("prepare") / "model", device)
-    return score(model, ids, ids.shape[1], reference, progress.bar(f"validation text, {when} training"))
+    expected = Expected("validation", ids, device)
+    return score(model, ids, ids.shape[1], expected, progress.bar(f"validation text, {when} training"))
 
 
 def _write(model: Any, quantization: checkpoint.Quantization, source: Path, out: Path, config: Any, job: Job) -> None:

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tasks import harness, models, progress, store
 from tasks.config import by_effort
+from tasks.expected import Expected
 from windquant.evaluate import score
 
 log = logging.getLogger("windquant")
+REFERENCE = "reference"
+"""Its name among the methods."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +63,19 @@ def facts(config: BenchmarkConfig, manifest: dict[str, Any], names: list[str]) -
     }
 
 
+def expected(config: BenchmarkConfig, device: torch.device) -> Expected:
+    """What the reference expects of the windows that perplexity is measured on."""
+    ids = store.load_tensors(store.path("prepare") / "windows" / "test.safetensors")["ids"]
+    return Expected("test", ids[: config.windows or None].long(), device)
+
+
 def measure(
-    method: str, model: Any, reference: Any | None, config: BenchmarkConfig, manifest: dict[str, Any]
+    method: str, model: Any, reference: Expected, config: BenchmarkConfig, manifest: dict[str, Any]
 ) -> dict[str, float]:
-    """Perplexity, divergence and accuracies of a loaded model, under the keys that all models have. reference: None for the
-    reference itself."""
+    """Perplexity, divergence and accuracies of a loaded model, under the keys that all models have."""
     prepared, names = store.path("prepare"), tasks_of(config)
-    ids = store.load_tensors(prepared / "windows" / "test.safetensors")["ids"][: config.windows or None].long()
-    scores = score(model, ids, manifest["eval_stride"], reference, progress.bar(f"perplexity of {method}"))
+    divergence = None if method == REFERENCE else reference
+    scores = score(model, reference.ids, manifest["eval_stride"], divergence, progress.bar(f"perplexity of {method}"))
     tokenizer = models.tokenizer(prepared / "model")
     articles, _ = store.load_table(prepared / "text" / "test.parquet")
     log.info("%s: perplexity %.2f over %d tokens; lm-eval on %s", method, scores.perplexity, scores.tokens, ", ".join(names))

@@ -28,33 +28,35 @@ def score(
     model: nn.Module,
     windows: Tensor,
     stride: int,
-    reference: nn.Module | None = None,
+    expected: Callable[[int], Tensor] | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Scores:
     """Score token windows (n, T) cut `stride` apart.
 
     No token is scored twice: all of the first window but its first token, and of later ones the last `stride` tokens,
     which the windows before have not covered (one fewer when windows do not overlap: a first token has no context).
+    expected: the reference's `log_probabilities` of window i, from which the model diverges.
     Raises InputError when a logit is NaN.
     """
     device = next(model.parameters()).device
     nll = kl = 0.0
     tokens = 0
     for i, row in enumerate(windows):
-        ids = row[None].to(device)
-        keep = slice(0 if i == 0 else ids.shape[1] - 1 - min(stride, ids.shape[1] - 1), None)
-        logp = _logp(model, ids)[keep]
-        nll -= float(logp.gather(-1, ids[0, 1:][keep, None]).double().sum())
-        if reference is not None:
-            ref = _logp(reference, ids)[keep]
+        ids = row.to(device)
+        keep = slice(0 if i == 0 else len(ids) - 1 - min(stride, len(ids) - 1), None)
+        logp = log_probabilities(model, ids)[keep]
+        nll -= float(logp.gather(-1, ids[1:][keep, None]).double().sum())
+        if expected is not None:
+            ref = expected(i).to(device)[keep]
             kl += float((ref.exp() * (ref - logp)).sum(-1).double().sum())
         tokens += len(logp)
         report(i + 1, len(windows))
     if math.isnan(nll):
         raise InputError("the model's logits hold NaN on the test text")
-    return Scores(nll / tokens, kl / tokens if reference is not None else None, tokens)
+    return Scores(nll / tokens, kl / tokens if expected is not None else None, tokens)
 
 
-def _logp(model: nn.Module, ids: Tensor) -> Tensor:
-    """Next-token log-probabilities, (T - 1, vocabulary), float32."""
-    return model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+@torch.inference_mode()
+def log_probabilities(model: nn.Module, ids: Tensor) -> Tensor:
+    """Of every next token in a window (T,): (T - 1, vocabulary), float32."""
+    return model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
