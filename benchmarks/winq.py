@@ -102,9 +102,9 @@ class Bench:
     def row(self, bits: int, variant: str, seed: int) -> dict[str, Any]:
         alpha, sigma = VARIANTS[variant]
         save_every, eval_every = max(1, self.steps // 4), max(1, self.steps // EVALUATIONS)
-        config = FinetuneConfig(steps=self.steps, batch=BATCH, train="all", lr=LR, lr_scales=1e-3, distill=0.0,
-                                alpha=alpha, sigma=sigma, pull_every=self.steps // 4, save_every=save_every,
-                                eval_every=eval_every)  # fmt: skip
+        config = FinetuneConfig(steps=self.steps, batch=BATCH, train="all", codes="learned", lr=LR, lr_scales=1e-3,
+                                lr_norms=1e-3, damping=0.0, distill=0.0, alpha=alpha, sigma=sigma,
+                                pull_every=self.steps // 4, save_every=save_every, eval_every=eval_every)  # fmt: skip
         made_of = hashlib.sha256(repr([bits, config, seed, self.code]).encode()).hexdigest()
         key = f"{bits}-{variant}-{seed}-{made_of[:12]}"
         if not self.kept.has_json(key):

@@ -25,16 +25,20 @@ class FinetuneConfig:
     the weights move. processes: null: one for every GPU, or one; what they do is one run of `processes` times the batch.
     text: `train`, or `generated` by the reference itself, in the manner of LLM-QAT (arXiv 2305.17888). train: `matrices`,
     the quantized ones alone, `norms`, these and norms and biases, or `all`, with tables that are not packed; what is no
-    quantized matrix is stored in 16 bits either way. lr: of AdamW, without weight decay, after `warmup` of the steps
-    falling along a cosine to 0; lr_scales: of the logarithms of scales, of norms and biases. beta2: of AdamW. distill:
-    weight of the KL divergence from the reference beside the next-token loss, 0 to 1. alpha, pull_every: WinQ's pull, alpha
-    0 or every 0 steps for none; null: every quarter of a run of LONG steps and more, never in shorter ones, which it makes
-    worse (benchmarks/LOG.md). hadamard: the pull is to the grid in a Hadamard basis. sigma: WinQ's noise, on weights and
-    scales, 0 for none; null: the papers' 1e-3, where there is a pull by default. save_every: steps between checkpoints to
-    resume from. checkpointing: activations are computed again in the backward pass. windows: of the training text; null:
-    all, of generated text what the steps take. eval_windows: of the validation text, on which the model is measured before,
-    after, and every `eval_every` steps; null: ten times in all, 0: never. check_tokens: length of the text on which the
-    reloaded checkpoint's logits must equal the trained model's."""
+    quantized matrix is stored in 16 bits either way. codes: `learned`, as scales are, or `fixed`, so that scales alone are
+    learned of the matrices, in a quarter of the memory; null: learned in runs of LONG steps and more and wherever WinQ is
+    asked for, else fixed, for in short runs what changes codes undoes reconstruction (benchmarks/LOG.md). lr: of AdamW,
+    without weight decay, after `warmup` of the steps falling along a cosine to 0; lr_scales: of the logarithms of scales;
+    lr_norms: of norms and biases. beta2: of AdamW. damping: of scales, norms and biases: what is added to the root of their
+    second moment, in root mean squares of their gradients in the first step, so that what has small gradients, which are
+    mostly noise, moves little; 0: AdamW as it is. distill: weight of the KL divergence from the reference beside the
+    next-token loss, 0 to 1. alpha, pull_every: WinQ's pull, alpha 0 or every 0 steps for none; null: every quarter of a run
+    of LONG steps and more, never in shorter ones, which it makes worse (benchmarks/LOG.md). hadamard: the pull is to the
+    grid in a Hadamard basis. sigma: WinQ's noise, on weights and scales, 0 for none; null: the papers' 1e-3, where there is
+    a pull by default. save_every: steps between checkpoints to resume from. checkpointing: activations are computed again in
+    the backward pass. windows: of the training text; null: all, of generated text what the steps take. eval_windows: of the
+    validation text, on which the model is measured before, after, and every `eval_every` steps; null: ten times in all, 0:
+    never. check_tokens: length of the text on which the reloaded checkpoint's logits must equal the trained model's."""
 
     steps: int | None = by_effort(demo=0, full=2000)
     batch: int = 2
@@ -42,8 +46,11 @@ class FinetuneConfig:
     processes: int | None = None
     text: Literal["train", "generated"] = "train"
     train: Literal["matrices", "norms", "all"] = "norms"
+    codes: Literal["learned", "fixed"] | None = None
     lr: float = 3e-4
-    lr_scales: float = 2e-3
+    lr_scales: float = 1.5e-2
+    lr_norms: float = 3e-3
+    damping: float = 1.0
     warmup: float = 0.05
     beta2: float = 0.95
     distill: float = 1.0
@@ -59,22 +66,38 @@ class FinetuneConfig:
     check_tokens: int = 128
 
     def __post_init__(self) -> None:
-        above_zero(self, "batch", "accumulate", "lr", "lr_scales", "save_every", "eval_windows", "check_tokens")
+        above_zero(self, "batch", "accumulate", "lr", "lr_scales", "lr_norms", "save_every", "eval_windows", "check_tokens")
         between_0_and_1(self, "distill", "alpha", "warmup", "beta2")
-        for name in ("steps", "pull_every", "eval_every", "sigma"):
+        for name in ("steps", "pull_every", "eval_every", "sigma", "damping"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} {getattr(self, name):g} is negative")
         above_zero(self, *(name for name in ("windows", "processes") if getattr(self, name) is not None))
+        if self.codes == "fixed" and self._winq:
+            raise ValueError("codes 'fixed' leaves pull_every and sigma nothing to do; set these to 0, or codes to learned")
+
+    @property
+    def _winq(self) -> bool:
+        """Whether WinQ is asked for by name."""
+        return bool(self.pull_every or self.sigma)
+
+    @property
+    def long(self) -> bool:
+        return (self.steps or 0) >= LONG
+
+    @property
+    def fixed(self) -> bool:
+        return self.codes == "fixed" or (self.codes is None and not (self.long or self._winq))
 
     @property
     def pull_steps(self) -> int:
         """Between two pulls; 0: none."""
-        long = (self.steps or 0) // 4 if (self.steps or 0) >= LONG else 0
-        return long if self.pull_every is None else self.pull_every
+        usual = (self.steps or 0) // 4 if self.long and not self.fixed else 0
+        return usual if self.pull_every is None else self.pull_every
 
     @property
     def noise(self) -> float:
-        return (1e-3 if (self.steps or 0) >= LONG else 0.0) if self.sigma is None else self.sigma
+        usual = 1e-3 if self.long and not self.fixed else 0.0
+        return usual if self.sigma is None else self.sigma
 
 
 class Student(nn.Module):
@@ -85,22 +108,25 @@ class Student(nn.Module):
         super().__init__()
         self.model, self.distill = model, config.distill
         self._reference = [reference]  # in a list: it is no part of what is trained
-        own = qat.learned(model)
+        own, matrices = qat.learned(model), {id(p) for m in qat.layers(model).values() for p in (m.w, m.log)}
         for p in model.parameters():
-            p.requires_grad_(id(p) in own or config.train == "all" or (config.train == "norms" and p.dim() == 1))
-        self._scales = {id(layer.log) for layer in qat.layers(model).values()}
+            other = config.train == "all" or (config.train == "norms" and p.dim() == 1)
+            p.requires_grad_(id(p) in own if id(p) in matrices else other)
 
     @property
     def reference(self) -> Any:
         return self._reference[0]
 
     def groups(self, config: FinetuneConfig) -> list[dict[str, Any]]:
-        """For the optimizer: weights and tables, and what there is little of and much is known about."""
+        """For the optimizer: weights and tables; scales; norms and biases."""
+        scales = {id(layer.log) for layer in qat.layers(self.model).values()}
         trained = [p for p in self.parameters() if p.requires_grad]
-        few = {id(p) for p in trained if id(p) in self._scales or p.dim() == 1}
+        few = [p for p in trained if p.dim() == 1 and id(p) not in scales]
+        many = [p for p in trained if p.dim() > 1 and id(p) not in scales]
         return [
-            {"params": [p for p in trained if id(p) not in few], "lr": config.lr},
-            {"params": [p for p in trained if id(p) in few], "lr": config.lr_scales},
+            {"params": many, "lr": config.lr, "damping": 0.0},
+            {"params": [p for p in trained if id(p) in scales], "lr": config.lr_scales, "damping": config.damping},
+            {"params": few, "lr": config.lr_norms, "damping": config.damping},
         ]
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -126,9 +152,11 @@ class Student(nn.Module):
 
 
 def build(source: Path, config: FinetuneConfig, device: torch.device) -> Student:
-    """Of a checkpoint folder that quantize wrote: weights start as near to the reference's as the codes allow."""
+    """Of a checkpoint folder that quantize wrote: weights that are learned start as near to the reference's as the codes
+    allow."""
     reference = models.reference(store.path("prepare") / "model", device)
     model = packed.load(source, device)
     for name, layer, matrix in list(packed.matrices(model)):
-        model.set_submodule(name, qat.QuantizedLinear(matrix, layer.bias, reference.get_submodule(name).weight))
+        like = reference.get_submodule(name).weight
+        model.set_submodule(name, qat.QuantizedLinear(matrix, layer.bias, like, fixed=config.fixed))
     return Student(model, reference.bfloat16() if compute_fast(device) else reference, config)

@@ -27,7 +27,8 @@ EDGE = 0.49
 
 
 def settings(method: str, steps: int) -> FinetuneConfig:
-    return FinetuneConfig(steps=steps, train="matrices", distill=METHODS[method], alpha=0.0, sigma=0.0, eval_every=0)
+    return FinetuneConfig(steps=steps, train="matrices", codes="learned", lr_scales=2e-3, damping=0.0,
+                          distill=METHODS[method], alpha=0.0, sigma=0.0, eval_every=0)  # fmt: skip
 
 
 def quantize(method: str, bits: int, group: int, steps: int, job: Job) -> Iterator[dict[str, Stored]]:

@@ -64,11 +64,16 @@ class _Pull(TrainerCallback):
         self.every = config.pull_steps
         self.eval_every = max(1, steps // 10) if config.eval_every is None else config.eval_every
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Before weights, and with the next checkpoint what can be gone back to, are lost."""
         total = sum(float(p.grad.sum()) for p in model.parameters() if p.grad is not None)
         if not math.isfinite(total):
             _stop("gradient", total, state.global_step, Path(args.output_dir))
+        if state.global_step == 0:
+            for group in optimizer.param_groups:
+                _damp(group)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.every and self.config.alpha and state.global_step % self.every == 0:
@@ -79,6 +84,14 @@ class _Pull(TrainerCallback):
             )
         self.report(state.global_step, state.max_steps)
         interrupts.check()
+
+
+def _damp(group: dict[str, Any]) -> None:
+    """By AdamW's eps, which checkpoints keep with the rest of the group."""
+    gradients = [p.grad for p in group["params"] if p.grad is not None]
+    if group["damping"] and gradients:
+        total = sum(float(g.square().sum(dtype=torch.float64)) for g in gradients)
+        group["eps"] = max(group["eps"], group["damping"] * math.sqrt(total / sum(g.numel() for g in gradients)))
 
 
 @torch.no_grad()
@@ -97,7 +110,7 @@ def _stop(what: str, value: float, step: int, folder: Path) -> None:
     where = f"the last good checkpoint is {kept}" if kept else "no checkpoint was saved before"
     raise UserError(
         f"the {what} is {value:g} in step {step + 1}; {where}, from which the same parameters go on; or lower "
-        f"finetune.lr or finetune.sigma, and training begins again"
+        f"finetune.lr, lr_scales and lr_norms or sigma, and training begins again"
     )
 
 

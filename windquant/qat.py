@@ -42,24 +42,32 @@ class QuantizedLinear(nn.Module):
     """nn.Linear that multiplies with Q(w), started from a packed matrix: as long as nothing was learned, Q(w) is that
     matrix bit for bit. like: the reference's weights (rows, columns), towards which w starts, at most `inside` steps from
     the middle of its cell (`Latent.approach_`). Parameters `w` and `log`, of 16-bit units without a meaning for log;
-    salient weights are held. sigma: of the noise in training mode."""
+    salient weights are held. sigma: of the noise in training mode. fixed: codes stay and scales alone are learned, as in the
+    second phase of EfficientQAT (arXiv 2407.11062); like, noise and pulls then mean nothing."""
 
     def __init__(
-        self, packed: PackedMatrix, bias: Tensor | None = None, like: Tensor | None = None, inside: float = INSIDE
+        self,
+        packed: PackedMatrix,
+        bias: Tensor | None = None,
+        like: Tensor | None = None,
+        inside: float = INSIDE,
+        fixed: bool = False,
     ) -> None:
         super().__init__()
         self.latent = Latent.of_packed(packed)
-        if like is not None:
+        if fixed:
+            self.latent.fix_()
+        elif like is not None:
             self.latent.approach_(like, inside)
         self.chunk_size, self.salient = packed.chunk_size, packed.salient
         self.in_features, self.out_features = packed.columns, packed.rows
-        self.w = nn.Parameter(self.latent.w)
+        self.w = nn.Parameter(self.latent.w, requires_grad=not fixed)
         self.log = nn.Parameter(self.latent.log)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.sigma, self.seed = 0.0, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        noisy = self.sigma if self.training else 0.0
+        noisy = self.sigma if self.training and not self.latent.fixed else 0.0
         if noisy:
             self.seed = int(torch.randint(2**62, ()))
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
@@ -87,8 +95,11 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def pull_to_grid_(self, alpha: float, rotated: bool = False) -> None:
-        """w <- (1 - alpha) w + alpha Q(w): alpha 0 does nothing, alpha 1 puts the weights on the grid. rotated: the grid of
-        the units' rows in a Hadamard basis. Raises InputError unless the units are a power of 2 wide, then."""
+        """w <- (1 - alpha) w + alpha Q(w): alpha 0 does nothing, alpha 1 puts the weights on the grid, where fixed ones are.
+        rotated: the grid of the units' rows in a Hadamard basis. Raises InputError unless the units are a power of 2 wide,
+        then."""
+        if self.latent.fixed:
+            return
         for _, part in self.view(self.w, self.log).parts():
             part.w.lerp_(_rounded_in_hadamard_basis(part) if rotated else part.rounding(), alpha)
 
@@ -118,15 +129,18 @@ class _Round(torch.autograd.Function):
         w, log = ctx.saved_tensors
         latent = ctx.layer.view(w, log)
         G = latent._units(gradients[0])
-        of_w, of_log = torch.empty_like(w), torch.empty_like(log)
+        of_w, of_log = None if latent.fixed else torch.empty_like(w), torch.empty_like(log)
         at = 0
         for _, part in _noisy(latent, *ctx.noise):
             own = slice(at, at := at + len(part.w))
-            d = part.d()
-            of_w[own], of_d = part.gradients(G[own], part.y(d))
-            n = torch.tensor(part.widths, dtype=torch.float32, device=w.device)[:, None]
-            outermost = torch.maximum(part.o.abs(), part.top + part.o).clamp_min(0.5)[..., 0]
-            of_s = (of_d * part.step)[..., 0] / (n * outermost).sqrt()
+            if of_w is None:
+                of_s = part.along_levels(G[own])
+            else:
+                d = part.d()
+                of_w[own], of_d = part.gradients(G[own], part.y(d))
+                n = torch.tensor(part.widths, dtype=torch.float32, device=w.device)[:, None]
+                outermost = torch.maximum(part.o.abs(), part.top + part.o).clamp_min(0.5)[..., 0]
+                of_s = (of_d * part.step)[..., 0] / (n * outermost).sqrt()
             of_log[own] = (of_s * log[own].exp2() * math.log(2)).masked_fill_(part.exact[..., 0], 0.0)
             of_log[own].masked_fill_(part.beyond(of_log[own]), 0.0)
         return of_w, of_log, None, None, None, None
@@ -175,8 +189,8 @@ def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def learned(model: nn.Module) -> set[int]:
-    """The ids of what quantized layers learn: their weights and the logarithms of their scales."""
-    return {id(p) for layer in layers(model).values() for p in (layer.w, layer.log)}
+    """The ids of what quantized layers learn: the logarithms of their scales and, unless codes are fixed, their weights."""
+    return {id(p) for layer in layers(model).values() for p in (layer.w, layer.log) if p.requires_grad}
 
 
 def pull_to_grid_(model: nn.Module, alpha: float, rotated: bool = False) -> None:

@@ -58,7 +58,9 @@ class ReconstructConfig:
 
 class Latent:
     """What is learned of one matrix (rows, columns) under a plan: w, and the logarithms of its scales. Salient weights are
-    held at their INT8 values."""
+    held at their INT8 values. fixed: w are the levels of codes that nothing changes, in units of their scales."""
+
+    fixed = False
 
     def __init__(self, w: Tensor, H: Tensor, bits: Sequence[float], chunk_size: int, salient: Salient | None = None) -> None:
         if salient:
@@ -98,6 +100,14 @@ class Latent:
             free = (d > 0) & ~part.exact
             part.hold_(near)
             part.w.copy_(torch.where(free, near, part.w))
+
+    def fix_(self) -> None:
+        """From now on codes stay what they are, whatever becomes of their scales."""
+        for _, part in self.parts():
+            levels = part.codes(part.y(part.d())).mul_(part.step).add_(part.offset)
+            part.hold_(levels)
+            part.w.copy_(torch.where(part.exact, part.w, levels))
+        self.fixed = True
 
     def _of(self, grids: list[Grid], w: Tensor, chunk_size: int, salient: Salient | None) -> None:
         self.grids, self.widths = grids, columns_of(w.shape[1], chunk_size)
@@ -142,6 +152,7 @@ class Latent:
         return scales.from_log8(self.codes_of_scales(), self.span) * self.step
 
     def y(self, d: Tensor) -> Tensor:
+        d = self.step if self.fixed else d
         return (self.w / torch.where(d > 0, d, float("inf"))).sub_(self.o)
 
     def codes(self, y: Tensor) -> Tensor:
@@ -184,7 +195,8 @@ class Latent:
     def rounding(self) -> Tensor:
         """Q(w), (units, rows, columns of a unit), as `grids.decode` computes it."""
         s = scales.from_log8(self.codes_of_scales(), self.span)
-        q = self.codes(self.y(s * self.step)).mul_(self.step).add_(self.offset).mul_(s)
+        levels = self.w if self.fixed else self.codes(self.y(s * self.step)).mul_(self.step).add_(self.offset)
+        q = levels * s
         if self.exact.any():
             q = torch.where(self.exact, self.w.half().float(), q)
         self.hold_(q)
@@ -215,6 +227,13 @@ class Latent:
             else:
                 torch.ops.aten.hardtanh_backward(g, at, -0.5, top + 0.5, grad_input=out)  # g where the grid reaches, or 0
         return inside, _sum(c.mul_(G)) + self.o * (_sum(G) - _sum(inside)) - _sum(y.mul_(inside))
+
+    def along_levels(self, gradient: Tensor) -> Tensor:
+        """Of fixed codes' scales (units, rows), given the gradient of Q(w), (units, rows, columns of a unit)."""
+        each = torch.mul(gradient, self.w, out=torch.empty_like(self.w))
+        for of_unit, places in zip(each, self.held or (), strict=False):
+            of_unit.view(-1)[places] = 0
+        return each.sum(-1)
 
     def rounded(self) -> list[RoundedUnits]:
         """The units as they are stored, left to right."""

@@ -20,6 +20,7 @@ from windquant.errors import InputError
 CONFIG = FinetuneConfig(
     steps=6, batch=1, lr=1e-3, pull_every=3, sigma=1e-3, save_every=2, eval_windows=2, eval_every=0, check_tokens=16
 )
+FIXED = {"codes": "fixed", "pull_every": 0, "sigma": 0.0}
 pytestmark = pytest.mark.filterwarnings("ignore")  # Trainer's own
 
 
@@ -53,9 +54,12 @@ def test_the_trained_checkpoint_has_the_plans_bytes_and_other_weights(ready, mon
     assert len(record.curves["loss"]) == 6
 
 
-@pytest.mark.parametrize(("train", "wanted"), [("matrices", {"codes", "scale"}), ("norms", {"codes", "scale", "weight"})])
-def test_only_what_is_asked_for_is_trained(ready, monkeypatch, train, wanted):
-    out, _ = tuned(monkeypatch, lr=1e-2, lr_scales=0.1, train=train)
+@pytest.mark.parametrize(("changes", "wanted"), [
+    ({"train": "matrices"}, {"codes", "scale"}), ({"train": "norms"}, {"codes", "scale", "weight"}),
+    (FIXED, {"scale", "weight"}), (FIXED | {"train": "matrices"}, {"scale"}),
+])  # fmt: skip
+def test_only_what_is_asked_for_is_trained(ready, monkeypatch, changes, wanted):
+    out, _ = tuned(monkeypatch, lr=1e-2, lr_scales=0.1, **changes)
     files = (folder / "model.safetensors" for folder in (out / "lagrangian-winq", store.path("quantize") / "lagrangian"))
     new, old = (store.load_tensors(file) for file in files)
     moved = {name.rpartition(".")[2] for name, t in new.items() if not torch.equal(t, old[name])}
@@ -93,7 +97,7 @@ def test_the_first_steps_loss_is_that_of_the_quantized_checkpoint(ready, monkeyp
     assert record.curves["loss"][0] == pytest.approx(seen[0], rel=1e-3)
 
 
-def cut_in_step_5(monkeypatch):
+def cut_in_step_5(monkeypatch, **changes):
     """Training that ends there; the steps reported so far, and from now on."""
     steps, cut = [], [5]
 
@@ -109,14 +113,15 @@ def cut_in_step_5(monkeypatch):
 
     monkeypatch.setattr(progress, "bar", bar)
     with pytest.raises(Cut):
-        tuned(monkeypatch, "cut")
+        tuned(monkeypatch, "cut", **changes)
     return steps
 
 
-def test_training_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch):
-    whole = store.hash_tree(tuned(monkeypatch, "whole")[0])
-    steps = cut_in_step_5(monkeypatch)
-    assert store.hash_tree(tuned(monkeypatch, "cut")[0]) == whole
+@pytest.mark.parametrize("changes", [{}, FIXED | {"train": "all", "lr_scales": 0.1}])
+def test_training_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch, changes):
+    whole = store.hash_tree(tuned(monkeypatch, "whole", **changes)[0])
+    steps = cut_in_step_5(monkeypatch, **changes)
+    assert store.hash_tree(tuned(monkeypatch, "cut", **changes)[0]) == whole
     assert steps == [1, 2, 3, 4, 5, 5, 6]  # from the checkpoint of step 4
 
 
@@ -125,6 +130,37 @@ def test_pull_and_noise_are_switches_of_their_own(ready, monkeypatch):
     ways = [{"alpha": a, "sigma": s} for a in (0.0, 0.4) for s in (0.0, 1e-2)]
     made = {store.hash_file(tuned(monkeypatch, str(w), **w)[0] / "lagrangian-winq" / "model.safetensors") for w in ways}
     assert len(made) == 4
+
+
+def test_damping_is_what_it_is_told_of_the_first_gradients_and_for_scales_and_norms_alone(ready, monkeypatch):
+    seen, step = [], torch.optim.AdamW.step
+
+    def stepping(self, *args):
+        seen.append([(g["eps"], [p.grad for p in g["params"]]) for g in self.param_groups])
+        seen[-1] = [(eps, float(torch.cat([g.flatten() for g in gs]).square().mean().sqrt())) for eps, gs in seen[-1]]
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
+    tuned(monkeypatch, damping=0.5, steps=2, alpha=0.0)
+    (weights, _), scales, norms = seen[0]
+    assert weights == 1e-8
+    for eps, first in (scales, norms):
+        assert eps == pytest.approx(0.5 * first, rel=1e-4)
+    assert [eps for eps, _ in seen[1]] == [eps for eps, _ in seen[0]]
+    seen.clear()
+    tuned(monkeypatch, "plain", damping=0.0, steps=1, alpha=0.0)
+    assert [eps for eps, _ in seen[0]] == [1e-8] * 3
+
+
+@pytest.mark.parametrize(("given", "fixed"), [
+    ({"steps": 100}, True), ({"steps": student.LONG}, False), ({"steps": 100, "pull_every": 20}, False),
+    ({"steps": 100, "sigma": 1e-3}, False), ({"steps": 100, "codes": "learned"}, False),
+    ({"steps": student.LONG, "codes": "fixed"}, True),
+])  # fmt: skip
+def test_codes_are_fixed_in_short_runs_without_winq(given, fixed):
+    config = FinetuneConfig(**given)
+    assert config.fixed == fixed
+    assert not (config.fixed and (config.pull_steps or config.noise))
 
 
 def test_pulls_come_every_so_many_steps(ready, monkeypatch):
@@ -260,7 +296,7 @@ def test_two_processes_go_the_way_of_one(ready, monkeypatch):
 def test_a_stop_in_several_processes_keeps_the_checkpoint_it_names(ready, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(finetune.__file__).parents[1]))
     with pytest.raises(UserError, match="the last good checkpoint is .*, from which") as raised:
-        tuned(monkeypatch, lr_scales=1e30, warmup=0.9, steps=10, save_every=1, processes=2)
+        tuned(monkeypatch, lr_norms=1e30, warmup=0.9, steps=10, save_every=1, processes=2)
     named = Path(str(raised.value).partition("checkpoint is ")[2].partition(", from")[0])
     assert (named / "rng_state_1.pth").exists()
 
@@ -282,7 +318,7 @@ def test_what_stops_one_of_several_processes_is_said_in_a_sentence(ready, monkey
     monkeypatch.setenv("PYTHONPATH", str(Path(finetune.__file__).parents[1]))
     sentence = "the (loss|gradient) is (nan|inf) in step .*no checkpoint was saved before"
     with pytest.raises(UserError, match=sentence):
-        tuned(monkeypatch, lr_scales=1e30, warmup=0.0, save_every=50, processes=2)
+        tuned(monkeypatch, lr_norms=1e30, warmup=0.0, save_every=50, processes=2)
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
@@ -304,6 +340,7 @@ def test_generated_text_can_be_trained_on(ready, monkeypatch):
 @pytest.mark.parametrize(("given", "sentence"), [
     ({"steps": -1}, "steps -1 is negative"), ({"lr": 0.0}, "lr 0 is not above 0"), ({"alpha": 1.5}, "alpha 1.5 is not between"),
     ({"sigma": -0.1}, "sigma -0.1 is negative"), ({"distill": 2.0}, "distill 2 is not"), ({"windows": 0}, "windows 0 is not"),
+    ({"damping": -1.0}, "damping -1 is negative"), ({"codes": "fixed", "sigma": 1e-3}, "leaves pull_every and sigma nothing"),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):

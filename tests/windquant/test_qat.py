@@ -33,10 +33,11 @@ def of_scales(layer):
     return layer.log.grad / (layer.s * math.log(2))
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("salient", [False, True])
-def test_before_anything_is_learned_it_is_the_packed_matrix_bit_for_bit(salient):
+def test_before_anything_is_learned_it_is_the_packed_matrix_bit_for_bit(salient, fixed):
     packed = packed_matrix(salient=salient)
-    layer = QuantizedLinear(packed)
+    layer = QuantizedLinear(packed, fixed=fixed)
     x = torch.randn(5, 120)
     assert torch.equal(layer.weight, packed.dequantize())
     assert torch.equal(layer(x), torch.nn.functional.linear(x, packed.dequantize()))
@@ -141,6 +142,39 @@ def test_where_rounding_is_smooth_the_scales_gradient_is_that_of_finite_differen
     free = (codes > 10) & (codes < 150) & (started > 1) & (started < 255)  # inside their stored range, before and after
     assert free.any()
     torch.testing.assert_close((gradient * (CHUNK * 1.5) ** 0.5)[free], moved[free], rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("salient", [False, True])
+def test_fixed_codes_stay_whatever_their_scales_learn(salient):
+    packed = packed_matrix(salient=salient)
+    layer = QuantizedLinear(packed, fixed=True).train()
+    layer.sigma = 0.5
+    before = packed.dequantize()
+    with torch.no_grad():
+        layer.log += torch.where(layer.log < layer.latent.span.float().mean(), 0.4, -0.4)  # stay inside their range
+    layer.pull_to_grid_(0.4)
+    after, new, old = layer.packed(), layer.packed().tensors(), packed.tensors()
+    assert torch.equal(layer(torch.eye(120)).T, after.dequantize()) and not torch.equal(after.dequantize(), before)
+    assert torch.equal(new["codes"], old["codes"]) and not torch.equal(new["scale"], old["scale"])
+    still = packed.salient.mask() if salient else torch.zeros(24, 120, dtype=torch.bool)
+    still[:, 6 * CHUNK : 7 * CHUNK] = True  # 16 bits
+    assert torch.equal(after.dequantize()[still], before[still])
+    assert [name for name, p in layer.named_parameters() if p.requires_grad] == ["log"]
+
+
+def test_the_gradient_of_fixed_codes_scales_is_that_of_finite_differences():
+    packed, G = packed_matrix(salient=True), torch.randn(24, 120)
+    layer = QuantizedLinear(packed, fixed=True)
+    (layer(torch.eye(120)).T * G).sum().backward()
+    before, started = layer.weight, layer.latent.codes_of_scales()
+    with torch.no_grad():
+        layer.log += 0.1
+    moved = layer.latent.d() / QuantizedLinear(packed).latent.d() - 1
+    each = torch.nn.functional.pad((layer.weight - before) * G, (0, 8)).unflatten(1, (8, -1)).sum(-1).T
+    free = (started > 1) & (layer.latent.codes_of_scales() < 255) & ~layer.latent.exact[..., 0]
+    expected = math.log(2) * each / moved[..., 0]
+    torch.testing.assert_close(layer.log.grad[free], expected[free], rtol=1e-3, atol=1e-4)
+    assert free.sum() > 100 and (layer.log.grad[layer.latent.exact.flatten()] == 0).all()
 
 
 def test_salient_weights_take_no_gradient():
