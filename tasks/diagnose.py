@@ -4,8 +4,8 @@ Out: hessian.json, extremes, trace and shares with their spread over probes; den
 magnitude and share near zero against effective bits. With `probes: 0` hessian.json alone, and empty.
 
 A checkpoint's Hessian is that at its dense weights Q(W). `<plan>-latent` is the chosen plan's at the latent weights W that
-training starts from, `<plan>-pulled` the same after WinQ's pull, which moves W alone (windquant/hessian.py says more). What
-counts as near zero is the same for all: a share of the reference's largest magnitude.
+training of codes starts from, `<plan>-pulled` the same after WinQ's pull, which moves W alone (windquant/hessian.py says
+more). What counts as near zero is the same for all: a share of the reference's largest magnitude.
 """
 
 import logging
@@ -88,7 +88,7 @@ def _models(job: Job, alpha: float) -> Iterator[tuple[str, float, Any]]:
 
 @torch.no_grad()
 def at_latent_weights(model: Any, reference: Any, alpha: float) -> Any:
-    """A packed model as a dense one, at the weights that training starts from, pulled by alpha."""
+    """A packed model as a dense one, at the weights that training of codes starts from, pulled by alpha."""
     latent = {}
     for name, _, matrix in packed.matrices(model):
         trained = qat.QuantizedLinear(matrix, like=reference.get_submodule(name).weight)

@@ -1,29 +1,32 @@
 """What the reference expects of held-out text. All models are compared with it on the same windows, so its log-probabilities
-are computed once and kept on disk for the stages that ask, unless they take more than KEPT."""
+are computed once and kept for the stages that ask, unless they take more than KEPT, or half of what the disk has free."""
 
-import importlib.metadata
+import logging
+import shutil
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tasks import models, store
-from windquant.evaluate import log_probabilities
+from tasks.shared import Shared
+from windquant import evaluate
 
+log = logging.getLogger("windquant")
 KEPT = 4 * 2**30
-"""Bytes: the demo's 16 windows of 1,024 tokens of a vocabulary of 49,152 words take three quarters of it."""
+"""Bytes a split: the demo's 16 windows of 1,024 tokens of a vocabulary of 49,152 words take three quarters of it."""
 
 
 class Expected:
-    """Of the windows (n, T) of a split: called with i, log-probabilities (T - 1, vocabulary), float32, of window i."""
+    """Of the first n windows of a split: called with i, log-probabilities (T - 1, vocabulary), float32, of window i."""
 
-    def __init__(self, split: str, ids: Tensor, device: torch.device) -> None:
-        self.split, self.ids, self.device = split, ids, device
-        manifest = store.load_json(store.path("prepare") / "manifest.json")
-        made = [manifest["model_hash"], manifest["windows_hash"], device.type]
-        made += [importlib.metadata.version(name) for name in ("torch", "transformers")]
-        self._scratch = store.Scratch("expected", " ".join(made))
+    def __init__(self, split: str, n: int | None, device: torch.device) -> None:
+        file = store.path("prepare") / "windows" / f"{split}.safetensors"
+        self.split, self.ids, self.device = split, store.load_tensors(file)["ids"][:n].long(), device
+        self._shared = Shared(device, [evaluate], [file])
 
     @cached_property
     def model(self) -> Any:
@@ -32,9 +35,15 @@ class Expected:
 
     def __call__(self, i: int) -> Tensor:
         name = f"{self.split}-{i}"
-        if self._scratch.has(name):
-            return self._scratch.get(name)["logp"]
-        logp = log_probabilities(self.model, self.ids[i].to(self.device))
-        if logp.nbytes * len(self.ids) <= KEPT:
-            self._scratch.put(name, {"logp": logp})
+        if self._shared.has(name):
+            return self._shared.get(name)["logp"]
+        logp = evaluate.log_probabilities(self.model, self.ids[i].to(self.device))
+        size = logp.nbytes * len(self.ids)
+        if size <= KEPT and size <= shutil.disk_usage(Path()).free / 2:
+            try:
+                self._shared.put(name, {"logp": logp})
+            except (OSError, SafetensorError) as e:
+                log.warning(
+                    "what the reference expects of window %d could not be kept (%s); it will be computed again", i, e
+                )
         return logp

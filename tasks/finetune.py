@@ -38,12 +38,12 @@ def run(config: FinetuneConfig, job: Job) -> Record:
     learner = build(source, config, job.device)
     model, quantization = learner.model, learner.model.hf_quantizer.quantization_config.quantization
     validation = _windows("validation")[: config.eval_windows]
-    before = _score(model, validation, job.device, "before")
+    before = _score(model, config, job.device, "before")
     text = training.Text(_text(config, learner, job), validation)
     curves = processes.run(learner, source, text, config, job.common.seed, job.scratch.folder / name, job.device)
     model.eval()
     _as_stored_(model)
-    after = _score(model, validation, job.device, "after")
+    after = _score(model, config, job.device, "after")
     _write(model, quantization, source, out, config, job)
     count = checkpoint.count(out)
     plan = plans.load_plan(source / "plan.parquet")
@@ -64,12 +64,13 @@ def _text(config: FinetuneConfig, learner: Any, job: Job) -> torch.Tensor:
     windows = _windows("train")
     if config.text == "train":
         return windows[: config.windows]
-    from tasks import generate, processes
+    from tasks import generate, processes, shared
 
     together = config.batch * config.accumulate * processes.how_many(config, job.device)
     wanted = config.windows or min(len(windows), (config.steps or 0) * together)
     report = progress.bar("generating text")
-    return generate.windows(learner.reference, wanted, windows.shape[1], job.common.seed, job.scratch, report)
+    kept = shared.Shared(job.device, [generate])
+    return generate.windows(learner.reference, wanted, windows.shape[1], job.common.seed, kept, report)
 
 
 def _others(model: Any) -> dict[str, torch.Tensor]:
@@ -88,9 +89,10 @@ def _windows(split: str) -> torch.Tensor:
     return store.load_tensors(store.path("prepare") / "windows" / f"{split}.safetensors")["ids"].long()
 
 
-def _score(model: Any, ids: torch.Tensor, device: torch.device, when: str) -> Scores:
-    expected = Expected("validation", ids, device)
-    return score(model, ids, ids.shape[1], expected, progress.bar(f"validation text, {when} training"))
+def _score(model: Any, config: FinetuneConfig, device: torch.device, when: str) -> Scores:
+    expected = Expected("validation", config.eval_windows, device)
+    report = progress.bar(f"validation text, {when} training")
+    return score(model, expected.ids, expected.ids.shape[1], expected, report)
 
 
 def _write(model: Any, quantization: checkpoint.Quantization, source: Path, out: Path, config: Any, job: Job) -> None:

@@ -9,23 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.store import Scratch
-from windquant.calibrate import Report
+from windquant.calibrate import Report, Scratch
 
 LIKELIEST, TOGETHER = 3, 32
 
 
 @torch.inference_mode()
-def windows(model: Any, n: int, tokens: int, seed: int, scratch: Scratch, report: Report) -> Tensor:
-    """Token ids (n, tokens), the same for the same seed; batches of TOGETHER windows are kept in scratch."""
+def windows(model: Any, n: int, tokens: int, seed: int, kept: Scratch, report: Report) -> Tensor:
+    """Token ids (n, tokens), the same for the same seed; batches of TOGETHER windows are kept."""
     parts = []
     for i, start in enumerate(range(0, n, TOGETHER)):
         count = min(TOGETHER, n - start)
-        name = f"generated-{seed}-{i}-{count}-{tokens}"
-        if not scratch.has(name):
+        name = f"generated-{seed}-{i}-{count}-{tokens}-{str(model.dtype).removeprefix('torch.')}"
+        if not kept.has(name):
             generator = torch.Generator().manual_seed(seed + 1000 * i)
-            scratch.put(name, {"ids": _batch(model, count, tokens, generator)})
-        parts.append(scratch.get(name)["ids"])
+            kept.put(name, {"ids": _batch(model, count, tokens, generator)})
+        parts.append(kept.get(name)["ids"])
         report(start + count, n)
     return torch.cat(parts)
 

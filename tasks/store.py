@@ -3,7 +3,8 @@
 Layout: artifacts/<stage>/ is what a stage makes, the same bytes for the same inputs; artifacts/runs/<stage>.json says
 which run made it (MLflow run, hours, memory) and differs from run to run, so it lies apart and only `compare` reads it.
 Of a stage that DVC runs as a matrix, <stage> is here <stage>/<variant>.
-.state/<stage>/ is the stage's own: the half-made output, and what an interrupted run resumes from.
+.state/<stage>/ is the stage's own: the half-made output, and what an interrupted run resumes from. .state/shared/ is
+described in `tasks.shared`.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ def state(stage: str) -> Path:
 def _replacing(file: Path) -> Iterator[Path]:
     """A file to write; it takes the other's place when that went well, so that none is ever seen half-written."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     yield temporary
     os.replace(temporary, file)
 

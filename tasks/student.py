@@ -16,7 +16,8 @@ from windquant.errors import above_zero, between_0_and_1
 from windquant.streams import compute_fast
 
 LONG = 5000
-"""Steps from which on WinQ's pull and noise are the default. Its authors take 240,000; no run of ours was so long."""
+"""Steps from which on codes are learned and WinQ's pull and noise are the default. Its authors take 240,000; no run of ours
+was so long, and fixed codes have been measured to be better in runs of up to a few hundred."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,18 @@ class FinetuneConfig:
     learned of the matrices, in a quarter of the memory; null: learned in runs of LONG steps and more and wherever WinQ is
     asked for, else fixed, for in short runs what changes codes undoes reconstruction (benchmarks/LOG.md). lr: of AdamW,
     without weight decay, after `warmup` of the steps falling along a cosine to 0; lr_scales: of the logarithms of scales;
-    lr_norms: of norms and biases. beta2: of AdamW. damping: of scales, norms and biases: what is added to the root of their
-    second moment, in root mean squares of their gradients in the first step, so that what has small gradients, which are
-    mostly noise, moves little; 0: AdamW as it is. distill: weight of the KL divergence from the reference beside the
-    next-token loss, 0 to 1. alpha, pull_every: WinQ's pull, alpha 0 or every 0 steps for none; null: every quarter of a run
-    of LONG steps and more, never in shorter ones, which it makes worse (benchmarks/LOG.md). hadamard: the pull is to the
-    grid in a Hadamard basis. sigma: WinQ's noise, on weights and scales, 0 for none; null: the papers' 1e-3, where there is
-    a pull by default. save_every: steps between checkpoints to resume from. checkpointing: activations are computed again in
-    the backward pass. windows: of the training text; null: all, of generated text what the steps take. eval_windows: of the
-    validation text, on which the model is measured before, after, and every `eval_every` steps; null: ten times in all, 0:
-    never. check_tokens: length of the text on which the reloaded checkpoint's logits must equal the trained model's."""
+    null: 1.5e-2 with fixed codes, else 2e-3, for a scale takes learned weights over the edges of their cells. lr_norms: of
+    norms and biases. beta2: of AdamW. damping: of scales, norms and biases: what is added to the root of their second
+    moment, in root mean squares of their gradients in the first step, so that what has small gradients, which are mostly
+    noise, moves little; 0: AdamW as it is; null: 1 with fixed codes, else 0. distill: weight of the KL divergence from the
+    reference beside the next-token loss, 0 to 1. alpha, pull_every: WinQ's pull, alpha 0 or every 0 steps for none; null:
+    every quarter of a run of LONG steps and more, never in shorter ones, which it makes worse (benchmarks/LOG.md). hadamard:
+    the pull is to the grid in a Hadamard basis. sigma: WinQ's noise, on weights and scales, 0 for none; null: the papers'
+    1e-3, where there is a pull by default. save_every: steps between checkpoints to resume from. checkpointing: activations
+    are computed again in the backward pass. windows: of the training text; null: all, of generated text what the steps take.
+    eval_windows: of the validation text, on which the model is measured before, after, and every `eval_every` steps; null:
+    ten times in all, 0: never. check_tokens: length of the text on which the reloaded checkpoint's logits must equal the
+    trained model's."""
 
     steps: int | None = by_effort(demo=0, full=2000)
     batch: int = 2
@@ -48,9 +51,9 @@ class FinetuneConfig:
     train: Literal["matrices", "norms", "all"] = "norms"
     codes: Literal["learned", "fixed"] | None = None
     lr: float = 3e-4
-    lr_scales: float = 1.5e-2
+    lr_scales: float | None = None
     lr_norms: float = 3e-3
-    damping: float = 1.0
+    damping: float | None = None
     warmup: float = 0.05
     beta2: float = 0.95
     distill: float = 1.0
@@ -66,19 +69,20 @@ class FinetuneConfig:
     check_tokens: int = 128
 
     def __post_init__(self) -> None:
-        above_zero(self, "batch", "accumulate", "lr", "lr_scales", "lr_norms", "save_every", "eval_windows", "check_tokens")
+        above_zero(self, "batch", "accumulate", "lr", "lr_norms", "save_every", "eval_windows", "check_tokens")
         between_0_and_1(self, "distill", "alpha", "warmup", "beta2")
         for name in ("steps", "pull_every", "eval_every", "sigma", "damping"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} {getattr(self, name):g} is negative")
-        above_zero(self, *(name for name in ("windows", "processes") if getattr(self, name) is not None))
-        if self.codes == "fixed" and self._winq:
-            raise ValueError("codes 'fixed' leaves pull_every and sigma nothing to do; set these to 0, or codes to learned")
+        above_zero(self, *(name for name in ("windows", "processes", "lr_scales") if getattr(self, name) is not None))
+        if self.codes == "fixed" and (self._winq or self.hadamard):
+            raise ValueError("codes 'fixed' leaves pull_every, sigma and hadamard nothing to do; leave these out, or set "
+                             "codes to learned")  # fmt: skip
 
     @property
     def _winq(self) -> bool:
         """Whether WinQ is asked for by name."""
-        return bool(self.pull_every or self.sigma)
+        return bool((self.alpha and self.pull_every) or self.sigma)
 
     @property
     def long(self) -> bool:
@@ -98,6 +102,14 @@ class FinetuneConfig:
     def noise(self) -> float:
         usual = 1e-3 if self.long and not self.fixed else 0.0
         return usual if self.sigma is None else self.sigma
+
+    @property
+    def scales_rate(self) -> float:
+        return (1.5e-2 if self.fixed else 2e-3) if self.lr_scales is None else self.lr_scales
+
+    @property
+    def damped(self) -> float:
+        return float(self.fixed) if self.damping is None else self.damping
 
 
 class Student(nn.Module):
@@ -123,11 +135,12 @@ class Student(nn.Module):
         trained = [p for p in self.parameters() if p.requires_grad]
         few = [p for p in trained if p.dim() == 1 and id(p) not in scales]
         many = [p for p in trained if p.dim() > 1 and id(p) not in scales]
-        return [
+        groups = [
             {"params": many, "lr": config.lr, "damping": 0.0},
-            {"params": [p for p in trained if id(p) in scales], "lr": config.lr_scales, "damping": config.damping},
-            {"params": few, "lr": config.lr_norms, "damping": config.damping},
+            {"params": [p for p in trained if id(p) in scales], "lr": config.scales_rate, "damping": config.damped},
+            {"params": few, "lr": config.lr_norms, "damping": config.damped},
         ]
+        return [g for g in groups if g["params"]]
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logp = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)

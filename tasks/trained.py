@@ -11,6 +11,7 @@ import torch
 
 from tasks import generate, models, progress, store
 from tasks.job import Job
+from tasks.shared import Shared
 from tasks.student import FinetuneConfig, Student
 from windquant import blocks, qat
 from windquant.errors import about
@@ -27,7 +28,7 @@ EDGE = 0.49
 
 
 def settings(method: str, steps: int) -> FinetuneConfig:
-    return FinetuneConfig(steps=steps, train="matrices", codes="learned", lr_scales=2e-3, damping=0.0,
+    return FinetuneConfig(steps=steps, train="matrices", codes="learned",
                           distill=METHODS[method], alpha=0.0, sigma=0.0, eval_every=0)  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def quantize(method: str, bits: int, group: int, steps: int, job: Job) -> Iterat
     ids = store.load_tensors(folder / "windows" / "train.safetensors")["ids"].long()
     if config.distill:
         wanted, report = min(len(ids), steps * config.batch), progress.bar("generating text")
-        ids = generate.windows(reference, wanted, ids.shape[1], job.common.seed, job.scratch, report)
+        ids = generate.windows(reference, wanted, ids.shape[1], job.common.seed, Shared(job.device, [generate]), report)
     student = Student(model, reference if config.distill else None, config)
     report = progress.bar(f"training {job.variant}")
     train(student, Text(ids, ids[:1]), config, job.common.seed, job.scratch.folder / "training", job.device, report)

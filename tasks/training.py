@@ -55,8 +55,9 @@ class _Loop(Trainer):
         return (out["loss"], out) if return_outputs else out["loss"]
 
 
-class _Pull(TrainerCallback):
-    """The pull to the grid and the loss of validation text, before a checkpoint is saved; progress."""
+class _Steps(TrainerCallback):
+    """What is done beside the optimizer's steps: damping before the first one; the pull to the grid and the loss of
+    validation text, before a checkpoint is saved; progress."""
 
     def __init__(self, config: FinetuneConfig, validation: Tensor, report: Report) -> None:
         self.config, self.validation, self.report = config, validation, report
@@ -89,9 +90,10 @@ class _Pull(TrainerCallback):
 def _damp(group: dict[str, Any]) -> None:
     """By AdamW's eps, which checkpoints keep with the rest of the group."""
     gradients = [p.grad for p in group["params"] if p.grad is not None]
-    if group["damping"] and gradients:
-        total = sum(float(g.square().sum(dtype=torch.float64)) for g in gradients)
-        group["eps"] = max(group["eps"], group["damping"] * math.sqrt(total / sum(g.numel() for g in gradients)))
+    total = sum(float(g.square().sum(dtype=torch.float64)) for g in gradients)
+    if group["damping"] and total:
+        learning = sum(int(g.count_nonzero()) for g in gradients)  # not rows of zeros, nor units at 16 bits
+        group["eps"] = max(group["eps"], group["damping"] * math.sqrt(total / learning))
 
 
 @torch.no_grad()
@@ -138,7 +140,7 @@ def train(
     checkpoints that an interrupted run goes on from. Raises UserError when the loss turns NaN or Inf."""
     for layer in qat.layers(student).values():
         layer.sigma = config.noise
-    if config.hadamard:
+    if config.hadamard and config.alpha and config.pull_steps:
         for width in {w for layer in qat.layers(student).values() for w in layer.latent.widths}:
             qat.hadamard(width)  # raises now what it would in the first pull
     if config.checkpointing:
@@ -170,7 +172,7 @@ def train(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # not DataParallel, which copies layers from device to device
     rows = [{"input_ids": row, "labels": row} for row in text.train]
-    loop = _Loop(student, arguments, train_dataset=rows, callbacks=[_Pull(config, text.validation, report)])  # pyright: ignore[reportArgumentType]
+    loop = _Loop(student, arguments, train_dataset=rows, callbacks=[_Steps(config, text.validation, report)])  # pyright: ignore[reportArgumentType]
     loop.groups = student.groups(config)
     loop.remove_callback(PrinterCallback)
     checkpoint, end = last(folder), folder / f"checkpoint-{steps}"

@@ -11,6 +11,8 @@ ParetoQ's quantizers and straight-through gradients (arXiv 2502.02631), and what
 WinQ's public code computes alpha W + (1 - alpha) Q(W); ours follows the paper. The scales' gradient is LSQ's, times
 1 / sqrt(n Q_p) with n the columns of a unit and Q_p its grid's outermost level in steps; it is taken to their logarithms,
 which are what learns, so that one rate is right for the small scales of wide grids and the large ones of narrow grids.
+Of fixed codes it is the plain derivative, the sum of levels times gradients: no weight is rounded then, and none is
+straight-through.
 Scales are rounded to their eight bits before anything is computed with them, straight through, so what is trained is what
 is stored.
 
@@ -141,7 +143,8 @@ class _Round(torch.autograd.Function):
                 n = torch.tensor(part.widths, dtype=torch.float32, device=w.device)[:, None]
                 outermost = torch.maximum(part.o.abs(), part.top + part.o).clamp_min(0.5)[..., 0]
                 of_s = (of_d * part.step)[..., 0] / (n * outermost).sqrt()
-            of_log[own] = (of_s * log[own].exp2() * math.log(2)).masked_fill_(part.exact[..., 0], 0.0)
+            without = part.exact[..., 0] | ~part.alive  # 16 bits, and rows of zeros
+            of_log[own] = (of_s * log[own].exp2() * math.log(2)).masked_fill_(without, 0.0)
             of_log[own].masked_fill_(part.beyond(of_log[own]), 0.0)
         return of_w, of_log, None, None, None, None
 

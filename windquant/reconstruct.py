@@ -58,7 +58,8 @@ class ReconstructConfig:
 
 class Latent:
     """What is learned of one matrix (rows, columns) under a plan: w, and the logarithms of its scales. Salient weights are
-    held at their INT8 values. fixed: w are the levels of codes that nothing changes, in units of their scales."""
+    held at their INT8 values. fixed: codes stay, and w are their levels, in units of their scales, but for held and
+    16-bit weights; `learn_` and `gradients` are for others."""
 
     fixed = False
 

@@ -1,45 +1,75 @@
+import json
+import os
+
 import pytest
 import torch
 
-from tasks import expected, models, store
+from tasks import expected, generate, models, shared, store
 from tasks.expected import Expected
+from tasks.shared import Shared
 from tests.tasks.test_resume import prepared  # noqa: F401
 from windquant.evaluate import log_probabilities
 
 CPU = torch.device("cpu")
+FILE = store.path("prepare") / "windows" / "validation.safetensors"
+pytestmark = pytest.mark.usefixtures("prepared")
 
 
-@pytest.fixture
-def ids(prepared):  # noqa: F811
-    return store.load_tensors(store.path("prepare") / "windows" / "validation.safetensors")["ids"].long()
+def expect(n=None):
+    return Expected("validation", n, CPU)
 
 
 def never(monkeypatch):
     monkeypatch.setattr(models, "reference", lambda *a: pytest.fail("the reference was read"))
 
 
-def test_log_probabilities_are_the_references_computed_and_read_again(ids, monkeypatch):
+def test_log_probabilities_are_the_references_computed_once_and_read_again(monkeypatch):
     model = models.reference(store.path("prepare") / "model", CPU)
-    wanted = [log_probabilities(model, row) for row in ids]
-    once = Expected("validation", ids, CPU)
-    assert all(torch.equal(once(i), w) for i, w in enumerate(wanted))
+    wanted = [log_probabilities(model, row) for row in store.load_tensors(FILE)["ids"].long()]
+    once = expect()
+    assert all(torch.equal(once(i), w) for i, w in enumerate(wanted)) and len(once.ids) == len(wanted) == 4
     never(monkeypatch)
-    again = Expected("validation", ids[:1], CPU)
-    assert torch.equal(again(0), wanted[0])
+    again = expect(1)
+    assert torch.equal(again(0), wanted[0]) and len(again.ids) == 1
 
 
-def test_those_of_another_reference_or_other_windows_are_not_taken(ids, monkeypatch):
-    Expected("validation", ids, CPU)(0)
+def other_config():
+    file = store.path("prepare") / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.1}))
+
+
+@pytest.mark.parametrize("change", [
+    other_config, lambda: store.save_tensors(FILE, {"ids": store.load_tensors(FILE)["ids"].flip(1)}),
+])  # fmt: skip
+def test_another_models_or_other_texts_are_not_taken(monkeypatch, change):
+    expect()(0)
+    change()
     never(monkeypatch)
-    file = store.path("prepare") / "manifest.json"
-    manifest = store.load_json(file)
-    for name in ("model_hash", "windows_hash"):
-        store.save_json(file, manifest | {name: "another"})
-        with pytest.raises(pytest.fail.Exception, match="was read"):
-            Expected("validation", ids, CPU)(0)
+    with pytest.raises(pytest.fail.Exception, match="was read"):
+        expect()(0)
 
 
-def test_what_takes_too_much_of_the_disk_is_not_kept(ids, monkeypatch):
+def test_what_takes_too_much_is_not_kept(monkeypatch):
     monkeypatch.setattr(expected, "KEPT", 1)
-    Expected("validation", ids, CPU)(0)
-    assert not list(store.state("expected").rglob("*.safetensors"))
+    expect()(0)
+    assert not list(store.state("shared").rglob("*.safetensors"))
+
+
+def test_a_disk_that_is_full_costs_the_time_and_not_the_stage(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    wanted = expect()(1)
+    monkeypatch.setattr(Shared, "has", lambda *args: False)
+    monkeypatch.setattr(Shared, "put", full)
+    assert torch.equal(expect()(1), wanted)
+
+
+def test_what_nobody_asked_for_in_a_day_is_deleted():
+    folder = store.state("shared")
+    for name, age in (("old", shared.DAY + 60), ("young", shared.DAY - 60)):
+        (folder / name).mkdir(parents=True)
+        then = folder.stat().st_mtime - age
+        os.utime(folder / name, (then, then))
+    own = Shared(CPU, [generate])
+    assert sorted(f.name for f in folder.iterdir()) == sorted([own.folder.name, "young"])

@@ -136,8 +136,9 @@ def test_damping_is_what_it_is_told_of_the_first_gradients_and_for_scales_and_no
     seen, step = [], torch.optim.AdamW.step
 
     def stepping(self, *args):
-        seen.append([(g["eps"], [p.grad for p in g["params"]]) for g in self.param_groups])
-        seen[-1] = [(eps, float(torch.cat([g.flatten() for g in gs]).square().mean().sqrt())) for eps, gs in seen[-1]]
+        gradients = [torch.cat([p.grad.flatten() for p in g["params"]]) for g in self.param_groups]
+        means = [float(g[g != 0].square().mean().sqrt()) for g in gradients]
+        seen.append([(g["eps"], mean) for g, mean in zip(self.param_groups, means, strict=True)])
         return step(self, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
@@ -155,12 +156,13 @@ def test_damping_is_what_it_is_told_of_the_first_gradients_and_for_scales_and_no
 @pytest.mark.parametrize(("given", "fixed"), [
     ({"steps": 100}, True), ({"steps": student.LONG}, False), ({"steps": 100, "pull_every": 20}, False),
     ({"steps": 100, "sigma": 1e-3}, False), ({"steps": 100, "codes": "learned"}, False),
-    ({"steps": student.LONG, "codes": "fixed"}, True),
+    ({"steps": student.LONG, "codes": "fixed"}, True), ({"steps": 100, "pull_every": 20, "alpha": 0.0}, True),
 ])  # fmt: skip
 def test_codes_are_fixed_in_short_runs_without_winq(given, fixed):
     config = FinetuneConfig(**given)
     assert config.fixed == fixed
-    assert not (config.fixed and (config.pull_steps or config.noise))
+    assert not (config.fixed and ((config.alpha and config.pull_steps) or config.noise))
+    assert (config.scales_rate, config.damped) == ((1.5e-2, 1.0) if fixed else (2e-3, 0.0))
 
 
 def test_pulls_come_every_so_many_steps(ready, monkeypatch):
@@ -340,7 +342,8 @@ def test_generated_text_can_be_trained_on(ready, monkeypatch):
 @pytest.mark.parametrize(("given", "sentence"), [
     ({"steps": -1}, "steps -1 is negative"), ({"lr": 0.0}, "lr 0 is not above 0"), ({"alpha": 1.5}, "alpha 1.5 is not between"),
     ({"sigma": -0.1}, "sigma -0.1 is negative"), ({"distill": 2.0}, "distill 2 is not"), ({"windows": 0}, "windows 0 is not"),
-    ({"damping": -1.0}, "damping -1 is negative"), ({"codes": "fixed", "sigma": 1e-3}, "leaves pull_every and sigma nothing"),
+    ({"damping": -1.0}, "damping -1 is negative"), ({"codes": "fixed", "sigma": 1e-3}, "leaves pull_every, sigma and hadamard"),
+    ({"lr_scales": 0.0}, "lr_scales 0 is not above 0"), ({"codes": "fixed", "hadamard": True}, "nothing to do"),
 ])  # fmt: skip
 def test_settings_out_of_range_are_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -53,7 +53,7 @@ def prepared(tmp_path, tiny_folder, monkeypatch):
     ids = torch.arange(120, dtype=torch.int32).view(4, 30)
     for split in ("calibration", "validation", "train"):
         store.save_tensors(store.path("prepare") / "windows" / f"{split}.safetensors", {"ids": ids})
-    manifest = {"model": "path:model", "model_hash": "0", "text": "path:text", "text_hash": "1", "windows_hash": "2"}
+    manifest = {"model": "path:model", "model_hash": "0", "text": "path:text", "text_hash": "1"}
     store.save_json(store.path("prepare") / "manifest.json", manifest)
 
 
