@@ -37,7 +37,7 @@ class Expected:
         name = f"{self.split}-{i}"
         if self._shared.has(name):
             return self._shared.get(name)["logp"]
-        logp = evaluate.log_probabilities(self.model, self.ids[i].to(self.device))
+        logp = evaluate.log_probabilities(self.model, self.ids[i])
         size = logp.nbytes * len(self.ids)
         if size <= KEPT and size <= shutil.disk_usage(Path()).free / 2:
             try:

@@ -73,8 +73,9 @@ def measure(
 ) -> dict[str, float]:
     """Perplexity, divergence and accuracies of a loaded model, under the keys that all models have."""
     prepared, names = store.path("prepare"), tasks_of(config)
-    divergence = None if method == REFERENCE else reference
-    scores = score(model, reference.ids, manifest["eval_stride"], divergence, progress.bar(f"perplexity of {method}"))
+    compared = (reference, None) if method == REFERENCE else (model, reference)
+    report = progress.bar(f"perplexity of {method}")
+    scores = score(compared[0], reference.ids, manifest["eval_stride"], compared[1], report)
     tokenizer = models.tokenizer(prepared / "model")
     articles, _ = store.load_table(prepared / "text" / "test.parquet")
     log.info("%s: perplexity %.2f over %d tokens; lm-eval on %s", method, scores.perplexity, scores.tokens, ", ".join(names))

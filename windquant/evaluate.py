@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from windquant.errors import InputError
 
+LogProbabilities = Callable[[int], Tensor]
+"""i -> those of window i, as `log_probabilities` gives them."""
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -25,29 +28,27 @@ class Scores:
 
 @torch.inference_mode()
 def score(
-    model: nn.Module,
+    model: nn.Module | LogProbabilities,
     windows: Tensor,
     stride: int,
-    expected: Callable[[int], Tensor] | None = None,
+    expected: LogProbabilities | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Scores:
     """Score token windows (n, T) cut `stride` apart.
 
     No token is scored twice: all of the first window but its first token, and of later ones the last `stride` tokens,
     which the windows before have not covered (one fewer when windows do not overlap: a first token has no context).
-    expected: the reference's `log_probabilities` of window i, from which the model diverges.
+    model: or what it says, where that is known. expected: what the reference says, from which the model diverges.
     Raises InputError when a logit is NaN.
     """
-    device = next(model.parameters()).device
     nll = kl = 0.0
     tokens = 0
-    for i, row in enumerate(windows):
-        ids = row.to(device)
+    for i, ids in enumerate(windows):
         keep = slice(0 if i == 0 else len(ids) - 1 - min(stride, len(ids) - 1), None)
-        logp = log_probabilities(model, ids)[keep]
-        nll -= float(logp.gather(-1, ids[1:][keep, None]).double().sum())
+        logp = (log_probabilities(model, ids) if isinstance(model, nn.Module) else model(i))[keep]
+        nll -= float(logp.gather(-1, ids[1:][keep, None].to(logp.device)).double().sum())
         if expected is not None:
-            ref = expected(i).to(device)[keep]
+            ref = expected(i).to(logp.device)[keep]
             kl += float((ref.exp() * (ref - logp)).sum(-1).double().sum())
         tokens += len(logp)
         report(i + 1, len(windows))
@@ -59,4 +60,5 @@ def score(
 @torch.inference_mode()
 def log_probabilities(model: nn.Module, ids: Tensor) -> Tensor:
     """Of every next token in a window (T,): (T - 1, vocabulary), float32."""
+    ids = ids.to(next(model.parameters()).device)
     return model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)

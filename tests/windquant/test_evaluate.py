@@ -34,6 +34,12 @@ def test_a_model_does_not_diverge_from_itself(tiny):
     assert score(tiny, windows, 20, lambda i: log_probabilities(tiny, windows[i])).kl == pytest.approx(0, abs=1e-6)
 
 
+def test_a_model_whose_log_probabilities_are_known_need_not_be_asked(tiny):
+    windows = TEXT.unfold(0, 20, 7)
+    known = [log_probabilities(tiny, ids) for ids in windows]
+    assert score(known.__getitem__, windows, 7) == score(tiny, windows, 7)
+
+
 def test_nan_logits_are_refused(tiny):
     tiny.lm_head.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match="logits hold NaN"):
