@@ -29,9 +29,6 @@ MAKING = ("calibrate", "sensitivity", "supernet", "allocate")
 uniform one the first."""
 NEEDED = {"uniform": 1, "ppo": 4, "evolution": 4}
 
-TRAINED = "-winq"
-"""After a plan's name: its checkpoint was trained on."""
-
 
 def run(config: CompareConfig, job: Job) -> Record:
     results = store.load_json(store.path("benchmark") / "results.json")
@@ -79,7 +76,7 @@ def run(config: CompareConfig, job: Job) -> Record:
 def _row(result: dict[str, Any], sizes: dict[str, Any], runs: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     name = result["method"]
     size = sizes.get(name)
-    plan, trained, _ = name.partition(TRAINED)
+    plan, trained, _ = name.partition(plans.TRAINED)
     needed = [*MAKING[: NEEDED.get(plan, 2)], "quantize", *(["finetune"] if trained else [])]
     seconds = sum(runs[s]["wall_seconds"] for s in MAKING[: NEEDED.get(plan, 2)])
     seconds += runs["quantize"]["seconds"].get(plan, 0) + (runs["finetune"]["wall_seconds"] if trained else 0)

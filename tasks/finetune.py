@@ -1,7 +1,7 @@
 """Stage 7: the chosen plan's checkpoint trained on, and written again in the same bytes.
 
-Out: <plan>-winq/, a checkpoint folder like those of quantize; bytes.json, its bytes counted from the files. With `steps: 0`
-bytes.json alone, and empty.
+Out: <plan>-trained/, a checkpoint folder like those of quantize; bytes.json, its bytes counted from the files. With
+`steps: 0` bytes.json alone, and empty.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def run(config: FinetuneConfig, job: Job) -> Record:
         log.info("no training is asked for (finetune.steps)")
         store.save_json(job.out / "bytes.json", {})
         return Record()
-    source, out = store.path("quantize") / name, job.out / f"{name}-winq"
+    source, out = store.path("quantize") / name, job.out / f"{name}{plans.TRAINED}"
     learner = build(source, config, job.device)
     model, quantization = learner.model, learner.model.hf_quantizer.quantization_config.quantization
     validation = _windows("validation")[: config.eval_windows]

@@ -17,6 +17,8 @@ from windquant.grids import GRIDS, WIDTHS
 from windquant.salient import Protection, protection, total_size
 from windquant.units import Matrix, Unit
 
+TRAINED = "-trained"
+"""After a plan's name: its checkpoint was trained on."""
 UNIT_COLUMNS = ("unit", "matrix", "block", "kind", "first_column", "columns", "rows")
 COLUMNS = (*UNIT_COLUMNS, "salient")
 _COLUMN_TYPES = {c: str if c in ("matrix", "kind") else int for c in COLUMNS}

@@ -79,7 +79,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "| uniform",
         "| lagrangian",
         "| ppo",
-        "| ppo-winq",
+        "| ppo-trained",
         "| rtn-2",
         "| gptq-2",
     ):

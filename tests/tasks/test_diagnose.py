@@ -28,7 +28,8 @@ def diagnosed(ready, monkeypatch):  # noqa: F811
 def test_every_model_has_its_figures_with_their_spread_and_its_curve(diagnosed):
     out, record = diagnosed()
     rows = {r["model"]: r for r in store.load_json(out / "hessian.json")}
-    assert list(rows) == ["reference", "lagrangian", "uniform", "lagrangian-winq", "lagrangian-latent", "lagrangian-pulled"]
+    checkpoints = [f"lagrangian-{name}" for name in ("trained", "latent", "pulled")]
+    assert list(rows) == ["reference", "lagrangian", "uniform", *checkpoints]
     for row in rows.values():
         names = ("lambda_max", "lambda_min", "trace", "rms", "near_zero", "negative")
         assert all(math.isfinite(row[n]) and math.isfinite(row[f"{n}_std"]) for n in names)

@@ -42,10 +42,10 @@ def tuned(monkeypatch, fingerprint="x", **changes):
 
 def test_the_trained_checkpoint_has_the_plans_bytes_and_other_weights(ready, monkeypatch):
     out, record = tuned(monkeypatch, lr=1e-2, train="all")
-    folder, before = out / "lagrangian-winq", store.path("quantize") / "lagrangian"
+    folder, before = out / "lagrangian-trained", store.path("quantize") / "lagrangian"
     plan, count = plans.load_plan(folder / "plan.parquet"), checkpoint.count(folder)
     assert count.body == plan.size and count.model == checkpoint.count(before).model
-    assert store.load_json(out / "bytes.json")["lagrangian-winq"]["effective_bits"] == plan.effective_bits
+    assert store.load_json(out / "bytes.json")["lagrangian-trained"]["effective_bits"] == plan.effective_bits
     loaded, old = (packed.load(f, torch.device("cpu")) for f in (folder, before))
     assert not torch.equal(loaded.model.layers[0].mlp.up_proj.codes, old.model.layers[0].mlp.up_proj.codes)
     assert not torch.equal(loaded.model.norm.weight, old.model.norm.weight)
@@ -60,7 +60,7 @@ def test_the_trained_checkpoint_has_the_plans_bytes_and_other_weights(ready, mon
 ])  # fmt: skip
 def test_only_what_is_asked_for_is_trained(ready, monkeypatch, changes, wanted):
     out, _ = tuned(monkeypatch, lr=1e-2, lr_scales=0.1, **changes)
-    files = (folder / "model.safetensors" for folder in (out / "lagrangian-winq", store.path("quantize") / "lagrangian"))
+    files = (folder / "model.safetensors" for folder in (out / "lagrangian-trained", store.path("quantize") / "lagrangian"))
     new, old = (store.load_tensors(file) for file in files)
     moved = {name.rpartition(".")[2] for name, t in new.items() if not torch.equal(t, old[name])}
     assert moved == wanted and torch.equal(*(t["model.embed_tokens.weight"] for t in (new, old)))
@@ -128,7 +128,7 @@ def test_training_cut_off_goes_on_to_the_same_bytes(ready, monkeypatch, changes)
 def test_pull_and_noise_are_switches_of_their_own(ready, monkeypatch):
     """Four runs, four results: plain straight-through training, each alone, both."""
     ways = [{"alpha": a, "sigma": s} for a in (0.0, 0.4) for s in (0.0, 1e-2)]
-    made = {store.hash_file(tuned(monkeypatch, str(w), **w)[0] / "lagrangian-winq" / "model.safetensors") for w in ways}
+    made = {store.hash_file(tuned(monkeypatch, str(w), **w)[0] / "lagrangian-trained" / "model.safetensors") for w in ways}
     assert len(made) == 4
 
 
@@ -292,7 +292,7 @@ def test_two_processes_go_the_way_of_one(ready, monkeypatch):
     for name in ("loss", "validation_nll"):
         assert two.curves[name] == pytest.approx(one.curves[name], rel=1e-2, nan_ok=True)
     assert two.metrics["nll_after"] == pytest.approx(two.curves["validation_nll"][-1], rel=1e-3)
-    assert checkpoint.count(out / "lagrangian-winq").effective_bits == two.metrics["effective_bits"]
+    assert checkpoint.count(out / "lagrangian-trained").effective_bits == two.metrics["effective_bits"]
 
 
 def test_a_stop_in_several_processes_keeps_the_checkpoint_it_names(ready, monkeypatch):
