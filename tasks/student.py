@@ -172,4 +172,9 @@ def build(source: Path, config: FinetuneConfig, device: torch.device) -> Student
     for name, layer, matrix in list(packed.matrices(model)):
         like = reference.get_submodule(name).weight
         model.set_submodule(name, qat.QuantizedLinear(matrix, layer.bias, like, fixed=config.fixed))
-    return Student(model, reference.bfloat16() if compute_fast(device) else reference, config)
+    return Student(model, as_teacher(reference, device), config)
+
+
+def as_teacher(reference: Any, device: torch.device) -> Any:
+    """In place, in what the machine computes in: training would round its weights in every step."""
+    return reference.bfloat16() if compute_fast(device) else reference

@@ -12,7 +12,7 @@ import torch
 from tasks import generate, models, progress, store
 from tasks.job import Job
 from tasks.shared import Shared
-from tasks.student import FinetuneConfig, Student
+from tasks.student import FinetuneConfig, Student, as_teacher
 from windquant import blocks, qat
 from windquant.errors import about
 from windquant.quantize import pack_matrix
@@ -37,7 +37,7 @@ def quantize(method: str, bits: int, group: int, steps: int, job: Job) -> Iterat
     from tasks.training import Text, train  # late: Trainer drags much in
 
     config, folder = settings(method, steps), store.path("prepare")
-    model, reference = (models.reference(folder / "model", job.device) for _ in range(2))
+    model = models.reference(folder / "model", job.device)
     found = blocks.matrices(model)
     for m in found:
         layer = model.get_submodule(m.name)
@@ -48,10 +48,12 @@ def quantize(method: str, bits: int, group: int, steps: int, job: Job) -> Iterat
             packed, _ = pack_matrix(latent.rounded(), group)
         model.set_submodule(m.name, qat.QuantizedLinear(packed, layer.bias, w, EDGE))
     ids = store.load_tensors(folder / "windows" / "train.safetensors")["ids"].long()
+    reference = None
     if config.distill:
+        reference = as_teacher(models.reference(folder / "model", job.device), job.device)
         wanted, report = min(len(ids), steps * config.batch), progress.bar("generating text")
         ids = generate.windows(reference, wanted, ids.shape[1], job.common.seed, Shared(job.device, [generate]), report)
-    student = Student(model, reference if config.distill else None, config)
+    student = Student(model, reference, config)
     report = progress.bar(f"training {job.variant}")
     train(student, Text(ids, ids[:1]), config, job.common.seed, job.scratch.folder / "training", job.device, report)
     for block in range(max(m.block for m in found) + 1):
