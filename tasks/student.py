@@ -43,7 +43,7 @@ class FinetuneConfig:
     ten times in all, 0: never. check_tokens: length of the text on which the reloaded checkpoint's logits must equal the
     trained model's."""
 
-    steps: int | None = by_effort(demo=0, full=2000)
+    steps: int | None = by_effort(demo=60, full=2000)
     batch: int = 2
     accumulate: int = 1
     processes: int | None = None
