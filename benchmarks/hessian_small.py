@@ -20,6 +20,7 @@ from tasks import models, progress, store
 from tasks.diagnose import latent_weights
 from windquant import blocks, qat
 from windquant.quantize import quantize_matrix
+from windquant.units import columns_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}  # fmt: skip
@@ -81,12 +82,12 @@ def pretrained(kept: Kept, windows: Tensor) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def quantized(reference: Any, bits: float) -> Any:
-    """A copy whose matrices are trained at one width; all else stays."""
+def quantized(reference: Any, bits: float, chunk: int = CHUNK) -> Any:
+    """A copy whose matrices are rounded to nearest at one width, to be trained; all else stays."""
     model = copy.deepcopy(reference)
     for m in blocks.matrices(reference):
-        w = reference.get_submodule(m.name).weight
-        packed, _ = quantize_matrix(w, torch.eye(m.columns), [bits] * -(-m.columns // CHUNK), CHUNK)
+        w = reference.get_submodule(m.name).weight.detach()
+        packed, _ = quantize_matrix(w, torch.eye(m.columns), [bits] * len(columns_of(m.columns, chunk)), chunk)
         model.set_submodule(m.name, qat.QuantizedLinear(packed, like=w, inside=0.49))
     return model
 

@@ -14,14 +14,13 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.hessian_small import quantized
 from tasks import progress, store
 from tasks.settings import load as load_params
 from tasks.student import FinetuneConfig, Student
 from windquant import qat
-from windquant.quantize import quantize_matrix
-from windquant.units import columns_of
 
 log = logging.getLogger("windquant")
 VOCABULARY, WINDOW, BATCH, CHUNK = 2048, 128, 4, 256
@@ -126,14 +125,7 @@ class Bench:
         return [(step, nll) for step, nll in enumerate(found[VALIDATION], 1) if math.isfinite(nll)]
 
     def quantized(self, bits: int) -> Any:
-        """The pretrained model, its matrices rounded to nearest on fitted scales."""
-        model = self.model()
-        for path, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
-            w = layer.weight.detach()
-            units = len(columns_of(w.shape[1], CHUNK))
-            packed, _ = quantize_matrix(w, torch.eye(w.shape[1]), [bits] * units, CHUNK)
-            model.set_submodule(path, qat.QuantizedLinear(packed, like=w, inside=0.49))
-        return model
+        return quantized(self.model(), bits, CHUNK)
 
 
 def _step_times(bench: Bench) -> list[str]:
