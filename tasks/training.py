@@ -5,6 +5,7 @@ resuming from them, which keep weights, scales, optimizer, schedule and random n
 alike.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -28,6 +29,8 @@ from windquant.streams import compute_fast
 STATE, PARTS = "trainer_state.json", ("model.safetensors", "optimizer.pt", "scheduler.pt")
 """Of a checkpoint of Trainer's."""
 VALIDATION = "validation_nll"
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h: from how many bytes on memory goes back to the kernel."""
 
 
 class Text(NamedTuple):
@@ -116,6 +119,15 @@ def _stop(what: str, value: float, step: int, folder: Path) -> None:
     )
 
 
+def _keep_freed_memory() -> None:
+    """glibc would give large tensors back to the kernel and get them zeroed anew in every step: a fifth of its time,
+    for a fifth less memory (benchmarks/LOG.md)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_MMAP_THRESHOLD, 2**31 - 1)
+
+
 def last(folder: Path, processes: int | None = None) -> str | None:
     """The newest whole checkpoint; those that an interruption left in pieces are deleted. processes: that wrote them, each
     its own random numbers; None: as many as torchrun started."""
@@ -138,6 +150,8 @@ def train(
 ) -> dict[str, list[float]]:  # fmt: skip
     """Train in place; returns curves, step by step, that of the validation text NaN where it was not measured. folder:
     checkpoints that an interrupted run goes on from. Raises UserError when the loss turns NaN or Inf."""
+    if device.type == "cpu":
+        _keep_freed_memory()
     for layer in qat.layers(student).values():
         layer.sigma = config.noise
     if config.hadamard and config.alpha and config.pull_steps:
