@@ -156,8 +156,7 @@ def _noisy(latent: Latent, sigma: float, seed: int) -> Iterator[tuple[slice, Lat
         if sigma > 0:
             generator.manual_seed((seed + i) % 2**63)
             noise = torch.empty_like(part.w).normal_(0, sigma, generator=generator)
-            for of_unit, places in zip(noise, part.held or (), strict=False):
-                of_unit.view(-1)[places] = 0
+            part.spare_(noise)
             part.w = noise.add_(part.w)
             s = torch.empty_like(part.log).normal_(0, sigma, generator=generator).add_(part.log.exp2())
             part.log = s.clamp_min(TINY).log2()

@@ -144,6 +144,11 @@ class Latent:
         for of_unit, w, places in zip(values, self.w, self.held or (), strict=False):
             of_unit.view(-1)[places] = w.view(-1)[places]
 
+    def spare_(self, values: Tensor) -> None:
+        """Zero values (units, rows, columns of a unit), of gradients or noise, where weights are held."""
+        for of_unit, places in zip(values, self.held or (), strict=False):
+            of_unit.view(-1)[places] = 0
+
     def beyond(self, gradient: Tensor) -> Tensor:
         """Where a step against the gradient (units, rows) would take a scale out of its stored range, or further out."""
         low, step = self.span.float().unsqueeze(-1).unbind(1)
@@ -219,8 +224,7 @@ class Latent:
         reaches that of w is the same, elsewhere 0; that of d, (units, rows, 1), is LSQ's: c + o - w / d where the grid
         reaches, the grid's end elsewhere. y is spent."""
         G = torch.empty_like(y).copy_(gradient)
-        for of_unit, places in zip(G, self.held or (), strict=False):
-            of_unit.view(-1)[places] = 0
+        self.spare_(G)
         c, inside = self.codes(y), torch.empty_like(G)
         for g, at, top, out in zip(G, y, self.top.flatten().tolist(), inside, strict=True):
             if top < 0:  # 16 bits reach everywhere
@@ -232,8 +236,7 @@ class Latent:
     def along_levels(self, gradient: Tensor) -> Tensor:
         """Of fixed codes' scales (units, rows), given the gradient of Q(w), (units, rows, columns of a unit)."""
         each = torch.mul(gradient, self.w, out=torch.empty_like(self.w))
-        for of_unit, places in zip(each, self.held or (), strict=False):
-            of_unit.view(-1)[places] = 0
+        self.spare_(each)
         return each.sum(-1)
 
     def rounded(self) -> list[RoundedUnits]:
