@@ -6,6 +6,7 @@ Scheduled by prefect.yaml; by hand `python -m flows.run`. `dvc repro` makes the 
 import os
 import signal
 import sys
+from itertools import groupby
 
 from flows.environment import ROOT, setup
 
@@ -15,11 +16,12 @@ from prefect import flow  # noqa: E402
 from prefect.client.schemas.objects import State  # noqa: E402
 from prefect.logging import get_run_logger  # noqa: E402
 from prefect.states import Completed, Failed  # noqa: E402
+from prefect.task_runners import ThreadPoolTaskRunner  # noqa: E402
 
 from tasks import interrupts, settings, store, tracking  # noqa: E402
 from tasks.baselines import ADMITTED  # noqa: E402
 from tasks.errors import UserError  # noqa: E402
-from tasks.stage import StageFailed, run_stage  # noqa: E402
+from tasks.stage import StageFailed, run_stage, stop_all  # noqa: E402
 from tasks.stages import MATRIX, Piece, pieces  # noqa: E402
 
 
@@ -33,7 +35,7 @@ def pipeline(every_baseline: bool = False) -> State:
     try:
         with settings.temporarily("baselines", every), tracking.run("pipeline", {"stage": "pipeline"}) as opened:
             environment = dict(os.environ) | {tracking.PARENT: opened.id, "PYTHONUNBUFFERED": "1"}
-            states = {piece: _run(piece, environment) for piece in pieces(settings.load().baselines.variants)}
+            states = _run_all(settings.load(), environment)
             tracking.summarise(opened, states)
     except (UserError, StageFailed) as e:
         # Returned, not raised: one sentence and no traceback.
@@ -48,16 +50,43 @@ def pipeline(every_baseline: bool = False) -> State:
     return Completed(message=message, name="Executed" if executed else "Cached")
 
 
+def _run_all(params: settings.Params, environment: dict[str, str]) -> dict[Piece, str]:
+    """Every piece in order, and the name of the state it ended in."""
+    states: dict[Piece, str] = {}
+    for stage, group in groupby(pieces(params.baselines.variants), lambda piece: piece.stage):
+        if stage == MATRIX:
+            states |= _variants(list(group), params.baselines.workers(params.common), environment)
+        else:
+            states |= {piece: _run(piece, environment) for piece in group}
+    return states
+
+
 def _run(piece: Piece, environment: dict[str, str]) -> str:
-    """Run one piece; the name of the state it ended in. A baseline that fails does not stop the others."""
     state = run_stage(piece.name, environment, piece.target, return_state=True)
     if not state.is_completed():
-        if piece.stage == MATRIX:
-            return "Failed"
         raise (UserError if state.name == "BadInput" else StageFailed)(state.message)
-    if piece.stage == MATRIX:
-        store.failure(piece.key).unlink(missing_ok=True)  # also when DVC put back an earlier result and nothing ran
     return state.name or "Completed"
+
+
+def _variants(group: list[Piece], workers: int, environment: dict[str, str]) -> dict[Piece, str]:
+    """Some side by side. One that fails does not stop the others; it is tried again when it has the machine to itself."""
+    once = run_stage.with_options(retries=0)
+    with ThreadPoolTaskRunner(max_workers=workers) as runner:
+        common = {"environment": environment, "alone": workers == 1}
+        futures = {p: runner.submit(once, {"stage": p.name, "target": p.target} | common) for p in group}
+        try:
+            for future in futures.values():
+                future.wait()
+        except BaseException:
+            stop_all()
+            raise
+    ended = {piece: future.state for piece, future in futures.items()}
+    for piece, state in ended.items():
+        if not state.is_completed() and state.name != "BadInput":
+            ended[piece] = once(piece.name, environment, piece.target, return_state=True)
+        if ended[piece].is_completed():
+            store.failure(piece.key).unlink(missing_ok=True)  # also when DVC put back an earlier result and nothing ran
+    return {p: (state.name or "Completed") if state.is_completed() else "Failed" for p, state in ended.items()}
 
 
 def main() -> int:

@@ -131,8 +131,7 @@ def _stage(piece: Piece, params: Any, out: Path, scratch: Any) -> Any:
     from tasks.job import Job
     from tasks.reach import reach
 
-    if params.common.threads:
-        torch.set_num_threads(params.common.threads)
+    torch.set_num_threads(_threads(piece, params))
     torch.manual_seed(params.common.seed)
 
     def check_target(model: torch.nn.Module) -> str:
@@ -144,6 +143,14 @@ def _stage(piece: Piece, params: Any, out: Path, scratch: Any) -> Any:
     interrupts.check()
     job = Job(piece.stage, params.common, out, scratch, check_target, piece.variant, lambda name: getattr(params, name))
     return module.run(getattr(params, piece.stage), job)
+
+
+def _threads(piece: Piece, params: Any) -> int:
+    """For a variant its share, also where it runs by itself: the number of threads shows in the last bits of results."""
+    import torch
+
+    workers = params.baselines.workers(params.common) if piece.variant else 1
+    return params.common.threads or max(1, torch.get_num_threads() // workers)
 
 
 def _declared(stage: str) -> dict[str, Any]:

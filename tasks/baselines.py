@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tasks import measure, models, progress, signround, store, trained, usage
-from tasks.config import by_effort
+from tasks.config import Common, by_effort
 from tasks.errors import UserError
 from tasks.job import Job, Record
 from windquant import blocks, checkpoint
@@ -33,7 +33,8 @@ ADMITTED = {name: m.bits for name, m in METHODS.items()} | BY_LIBRARY | dict.fro
 class BaselinesConfig:
     """methods, bits: what is made, all of one at all of the other. group: columns with a scale and a zero point. windows:
     calibration windows; null: all. learn_steps, learn_tokens: of methods that learn block by block, steps a block and tokens
-    a window. train_steps: of methods that train the whole model."""
+    a window. train_steps: of methods that train the whole model. at_once: variants that a pipeline makes side by side, which
+    share the CPU's threads evenly; null: two, on a GPU one."""
 
     methods: tuple[str, ...] = ("rtn", "hqq", "gptq")
     bits: tuple[int, ...] = (2,)
@@ -42,9 +43,10 @@ class BaselinesConfig:
     learn_steps: int = 50
     learn_tokens: int = 256
     train_steps: int | None = by_effort(demo=40, full=2000)
+    at_once: int | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("windows", "train_steps") if getattr(self, name) is not None]
+        given = [name for name in ("windows", "train_steps", "at_once") if getattr(self, name) is not None]
         above_zero(self, "group", "learn_steps", "learn_tokens", *given)
         unknown = [m for m in self.methods if m not in ADMITTED]
         if unknown:
@@ -60,9 +62,14 @@ class BaselinesConfig:
     def variants(self) -> list[str]:
         return [f"{m}-{b}" for m in self.methods for b in self.bits]
 
+    def workers(self, common: Common) -> int:
+        """How many variants at once."""
+        gpu = common.device != "cpu" and torch.cuda.is_available()
+        return self.at_once or (1 if gpu else min(2, torch.get_num_threads()))
+
     def settings(self, seed: int) -> dict[str, Any]:
         """What rows are made with, and must have in common to stand in one table."""
-        return {k: v for k, v in asdict(self).items() if k not in ("methods", "bits")} | {"seed": seed}
+        return {k: v for k, v in asdict(self).items() if k not in ("methods", "bits", "at_once")} | {"seed": seed}
 
 
 def _parsed(variant: str) -> tuple[str, int]:

@@ -4,6 +4,7 @@ DVC decides whether anything must run and owns the only cache, so the task has n
 what happened: Executed, Cached (nothing had changed) or Restored (DVC put back an earlier result).
 """
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -30,6 +31,8 @@ HINTS = (
 )
 """What DVC says after every stage, and nobody has to do here."""
 
+_running: set[subprocess.Popen[str]] = set()
+
 
 class StageFailed(Exception):
     """A stage failed for a reason that running it again may mend."""
@@ -41,17 +44,19 @@ def _worth_retrying(task: Any, run: Any, state: State) -> bool:
 
 @task(task_run_name="{stage}", cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=[10, 60],
       retry_condition_fn=_worth_retrying)  # fmt: skip
-def run_stage(stage: str, environment: dict[str, str], target: str) -> State:
-    """`dvc repro -s <target>`, its output in the task's log. target: what DVC calls the stage.
+def run_stage(stage: str, environment: dict[str, str], target: str, alone: bool = True) -> State:
+    """`dvc repro -s <target>`, its output in the task's log. target: what DVC calls the stage. alone: not beside others.
 
     Ends Executed, Cached or Restored; BadInput, without a retry, when the stage says what the user must mend.
     """
+    interrupts.check()
     log = get_run_logger()
     said: list[str] = []
     command = [*DVC, "--wait-for-lock", "repro", "--single-item", target]
-    # On a terminal the stage's live bars go straight there; its lines always come through the log.
-    errors = None if sys.stderr.isatty() else subprocess.STDOUT
+    # On a terminal a live bar goes straight there, and one only; a stage's lines always come through the log.
+    errors = None if alone and sys.stderr.isatty() else subprocess.STDOUT
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
+        _running.add(process)
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -64,6 +69,8 @@ def run_stage(stage: str, environment: dict[str, str], target: str) -> State:
             _stop(process)
             _restore(target, environment)
             raise
+        finally:
+            _running.discard(process)
     text = "\n".join(said)
     if process.returncode:
         _restore(target, environment)
@@ -81,14 +88,24 @@ def run_stage(stage: str, environment: dict[str, str], target: str) -> State:
 
 def _restore(target: str, environment: dict[str, str]) -> None:
     """DVC deletes a stage's earlier result before it runs the stage; its cache still has it."""
-    subprocess.run([*DVC, "--quiet", "checkout", target], env=environment, capture_output=True)
+    subprocess.run([*DVC, "--quiet", "--wait-for-lock", "checkout", target], env=environment, capture_output=True)
+
+
+def stop_all() -> None:
+    """Stop what runs in other threads: signals reach the main one alone."""
+    for process in list(_running):
+        _stop(process)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
     """Stop DVC and the stage below it: DVC alone would leave the stage running."""
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=15)
-    for member in alive:
-        member.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first = psutil.Process(process.pid)
+        family = [*first.children(recursive=True), first]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.terminate()
+        _, alive = psutil.wait_procs(family, timeout=15)
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()

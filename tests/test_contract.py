@@ -38,8 +38,8 @@ def test_a_stage_tracks_its_own_section_and_its_own_outputs(stage):
 
 
 def test_a_variant_tracks_what_it_is_made_and_measured_with_but_not_the_lists_of_variants():
-    """Else one more method would make all others again. Completions are benchmark's own."""
-    lists = {"methods", "bits"}
+    """Else one more method, or more at once, would make all others again. Completions are benchmark's own."""
+    lists = {"methods", "bits", "at_once"}
     assert DVC["stages"][MATRIX]["matrix"] == {"method": "${baselines.methods}", "bits": "${baselines.bits}"}
     own = {f"baselines.{f.name}" for f in fields(BaselinesConfig) if f.name not in lists}
     shared = {f"benchmark.{f.name}" for f in fields(BenchmarkConfig) if not f.name.startswith("completion")}

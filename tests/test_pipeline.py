@@ -45,7 +45,7 @@ def clone(folder: Path) -> Path:
            quantize={"export_dequantized": True}, finetune={"steps": 4, "save_every": 2},
            diagnose={"probes": 1, "steps": 3, "windows": 1, "tokens": 32},
            benchmark={"windows": 4, "limit": 4, "completions": 2, "completion_tokens": 4},
-           baselines={"methods": ["rtn", "gptq"], "group": 32})  # fmt: skip
+           baselines={"methods": ["rtn", "gptq"], "group": 32, "at_once": 2})  # fmt: skip
     return folder
 
 

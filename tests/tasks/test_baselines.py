@@ -289,3 +289,17 @@ def test_the_best_of_every_range_of_bits_is_bold():
     assert [c[0] for c in cells] == ["reference", "lagrangian", "hqq-2", "rtn-3", "hqq-3"]
     assert [c[3] for c in cells] == ["20.00", "**45.00**", "1e+06", "**60.00**", "170.00"]
     assert [c[5] for c in cells] == ["0.300", "0.300", "**0.400**", "**0.300**", "**0.300**"]
+
+
+def test_variants_share_the_threads_evenly_also_where_one_runs_by_itself(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def threads(piece, threads=0, **baselines):
+        return entry._threads(piece, settings.parse({"common": {"threads": threads}, "baselines": baselines}))
+
+    variant = Piece("baselines", "rtn-2")
+    assert (threads(variant), threads(variant, at_once=4), threads(variant, at_once=99)) == (4, 2, 1)
+    assert (threads(variant, 3), threads(Piece("benchmark"))) == (3, 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert BaselinesConfig().workers(Common()) == 1 and BaselinesConfig().workers(Common(device="cpu")) == 2
