@@ -1,7 +1,7 @@
 """`python -m benchmarks <name> [--seeds N] [--json FILE]`: run a benchmark and print its table.
 
-Names are the modules beside this one: `bits`, `allocation`, `search-cost`, `engine`, `winq`, `hessian`, `salient`, `decode`,
-`scale`. FILE receives {"meta": ..., "rows": [...]}.
+Names are the modules beside this one: `bits`, `allocation`, `search-cost`, `engine`, `winq`, `winq-sweep`, `hessian`,
+`salient`, `decode`, `scale`. FILE receives {"meta": ..., "rows": [...]}.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from tasks.errors import UserError
 
-NAMES = ("bits", "allocation", "search-cost", "engine", "winq", "hessian", "salient", "decode", "scale")
+NAMES = ("bits", "allocation", "search-cost", "engine", "winq", "winq-sweep", "hessian", "salient", "decode", "scale")
 
 
 def main(argv: list[str]) -> int:

@@ -11,6 +11,8 @@ import math
 import shutil
 import statistics
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +29,20 @@ VOCABULARY, WINDOW, BATCH, CHUNK = 2048, 128, 4, 256
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4,
          "num_key_value_heads": 4, "max_position_embeddings": WINDOW, "vocab_size": VOCABULARY}  # fmt: skip
 WIDTHS = (2, 1)
-VARIANTS = {"plain": (0.0, 0.0), "pull": (0.4, 0.0), "noise": (0.0, 1e-3), "winq": (0.4, 1e-3)}
-"""alpha and sigma."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """pulls: in a run, evenly apart, the last one at its end."""
+
+    alpha: float = 0.4
+    sigma: float = 1e-3
+    pulls: int = 4
+
+
+PLAIN = Variant(alpha=0.0, sigma=0.0)
+WINQ = Variant()
+VARIANTS = {"plain": PLAIN, "pull": replace(WINQ, sigma=0.0), "noise": replace(WINQ, alpha=0.0), "winq": WINQ}
 STEPS = {"demo": (3000, 800), "full": (100_000, 40_000)}
 """Of pretraining, of training on."""
 PRETRAINING_LR, LR = 1e-3, 3e-4
@@ -38,27 +52,33 @@ END = "<|endoftext|>"
 
 def run(seeds: int) -> tuple[list[dict[str, Any]], list[str]]:
     bench = Bench()
-    rows = [bench.row(bits, variant, seed) for seed in range(seeds) for bits in WIDTHS for variant in VARIANTS]
+    shown = rows_of(bench, VARIANTS, seeds)
+    return shown, [*notes(shown, VARIANTS, bench.reference), *_step_times(bench)]
+
+
+def rows_of(bench: "Bench", variants: dict[str, Variant], seeds: int) -> list[dict[str, Any]]:
+    """variants: `plain` among them."""
+    cases = [(seed, bits, name) for seed in range(seeds) for bits in WIDTHS for name in variants]
+    rows: list[dict[str, Any]] = [{"variant": name} | bench.row(bits, variants[name], seed) for seed, bits, name in cases]
     for row in rows:
         plain = next(r for r in rows if (r["bits"], r["variant"], r["seed"]) == (row["bits"], "plain", row["seed"]))
         reached = [step for step, nll in row["curve"] if nll <= plain["final_loss"]]
         row["speedup"] = bench.steps / reached[0] if reached else 0.0
-    shown = [{k: v for k, v in r.items() if k != "curve"} for r in rows]
-    return shown, [*_notes(rows, bench.reference), *_step_times(bench)]
+    return [{k: v for k, v in r.items() if k != "curve"} for r in rows]
 
 
-def _notes(rows: list[dict[str, Any]], reference: float) -> list[str]:
-    notes = [f"the pretrained model: {reference:.4f} nats a token of validation text"]
+def notes(rows: list[dict[str, Any]], variants: Iterable[str], reference: float) -> list[str]:
+    said = [f"the pretrained model: {reference:.4f} nats a token of validation text"]
     for bits in WIDTHS:
-        for variant in VARIANTS:
+        for variant in variants:
             own = [r for r in rows if (r["bits"], r["variant"]) == (bits, variant)]
             loss, speedup = ([r[c] for r in own] for c in ("final_loss", "speedup"))
             reached = f"plain's final loss in 1/{min(speedup):.2f} to 1/{max(speedup):.2f} of the steps" if min(speedup) \
                 else f"plain's final loss reached by {sum(v > 0 for v in speedup)} of {len(own)}"  # fmt: skip
-            notes.append(
+            said.append(
                 f"{bits} bits, {variant}: {sum(loss) / len(loss):.4f} nats ({min(loss):.4f} to {max(loss):.4f}), {reached}"
             )
-    return notes
+    return said
 
 
 class Bench:
@@ -98,18 +118,17 @@ class Bench:
         model.load_state_dict(self.kept.get("pretrained"))
         return model
 
-    def row(self, bits: int, variant: str, seed: int) -> dict[str, Any]:
-        alpha, sigma = VARIANTS[variant]
+    def row(self, bits: int, variant: Variant, seed: int) -> dict[str, Any]:
         save_every, eval_every = max(1, self.steps // 4), max(1, self.steps // EVALUATIONS)
         config = FinetuneConfig(steps=self.steps, batch=BATCH, train="all", codes="learned", lr=LR, lr_scales=1e-3,
-                                lr_norms=1e-3, damping=0.0, distill=0.0, alpha=alpha, sigma=sigma,
-                                pull_every=self.steps // 4, save_every=save_every, eval_every=eval_every)  # fmt: skip
+                                lr_norms=1e-3, damping=0.0, distill=0.0, alpha=variant.alpha, sigma=variant.sigma,
+                                pull_every=self.steps // variant.pulls, save_every=save_every,
+                                eval_every=eval_every)  # fmt: skip
         made_of = hashlib.sha256(repr([bits, config, seed, self.code]).encode()).hexdigest()
-        key = f"{bits}-{variant}-{seed}-{made_of[:12]}"
+        key = f"{bits}-{seed}-{made_of[:12]}"
         if not self.kept.has_json(key):
             curve = self._curve(bits, config, seed, key)
-            row = {"bits": bits, "variant": variant, "seed": seed, "final_loss": curve[-1][1]}
-            self.kept.put_json(key, row | {"curve": curve})
+            self.kept.put_json(key, {"bits": bits, "seed": seed, "final_loss": curve[-1][1], "curve": curve})
             log.info("%d bits, %s, seed %d: %.4f nats", bits, variant, seed, curve[-1][1])
         return self.kept.get_json(key)
 
@@ -135,7 +154,7 @@ def _step_times(bench: Bench) -> list[str]:
     steppers = {name: _stepper(model.train().requires_grad_(True), ids) for name, model in models.items()}
     noisy = bench.quantized(WIDTHS[0]).train().requires_grad_(True)
     for layer in qat.layers(noisy).values():
-        layer.sigma = VARIANTS["winq"][1]
+        layer.sigma = WINQ.sigma
     steppers[f"{WIDTHS[0]} bits with noise"] = _stepper(noisy, ids)
     spent = {name: [] for name in steppers}
     for _ in range(2 * ROUNDS):

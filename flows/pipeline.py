@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from itertools import groupby
+from typing import Any
 
 from flows.environment import ROOT, setup
 
@@ -14,6 +15,7 @@ setup()
 
 from prefect import flow  # noqa: E402
 from prefect.client.schemas.objects import State  # noqa: E402
+from prefect.futures import PrefectFuture, as_completed  # noqa: E402
 from prefect.logging import get_run_logger  # noqa: E402
 from prefect.states import Completed, Failed  # noqa: E402
 from prefect.task_runners import ThreadPoolTaskRunner  # noqa: E402
@@ -21,7 +23,7 @@ from prefect.task_runners import ThreadPoolTaskRunner  # noqa: E402
 from tasks import interrupts, settings, store, tracking  # noqa: E402
 from tasks.baselines import ADMITTED  # noqa: E402
 from tasks.errors import UserError  # noqa: E402
-from tasks.stage import StageFailed, run_stage, stop_all  # noqa: E402
+from tasks.stage import USERS, StageFailed, run_stage, together  # noqa: E402
 from tasks.stages import MATRIX, Piece, pieces  # noqa: E402
 
 
@@ -62,31 +64,33 @@ def _run_all(params: settings.Params, environment: dict[str, str]) -> dict[Piece
 
 
 def _run(piece: Piece, environment: dict[str, str]) -> str:
-    state = run_stage(piece.name, environment, piece.target, return_state=True)
+    state = run_stage(piece, environment, return_state=True)
     if not state.is_completed():
-        raise (UserError if state.name == "BadInput" else StageFailed)(state.message)
+        raise (UserError if state.name in USERS.values() else StageFailed)(state.message)
     return state.name or "Completed"
 
 
 def _variants(group: list[Piece], workers: int, environment: dict[str, str]) -> dict[Piece, str]:
     """Some side by side. One that fails does not stop the others; it is tried again when it has the machine to itself."""
-    once = run_stage.with_options(retries=0)
-    with ThreadPoolTaskRunner(max_workers=workers) as runner:
+    # With no retries at all Prefect would log a traceback.
+    once = run_stage.with_options(retries=1, retry_condition_fn=lambda task, run, state: False)
+    states: dict[Piece, State] = {}
+    with ThreadPoolTaskRunner(max_workers=workers) as runner, together():
         common = {"environment": environment, "alone": workers == 1}
-        futures = {p: runner.submit(once, {"stage": p.name, "target": p.target} | common) for p in group}
-        try:
-            for future in futures.values():
-                future.wait()
-        except BaseException:
-            stop_all()
-            raise
-    ended = {piece: future.state for piece, future in futures.items()}
-    for piece, state in ended.items():
+        begun: dict[PrefectFuture[Any], Piece] = {runner.submit(once, {"piece": piece} | common): piece for piece in group}
+        for future in as_completed(list(begun)):
+            future.wait()  # without which Prefect asks its server, and that may not know yet
+            states[begun[future]] = _noted(begun[future], future.state)
+    for piece, state in states.items():
         if not state.is_completed() and state.name != "BadInput":
-            ended[piece] = once(piece.name, environment, piece.target, return_state=True)
-        if ended[piece].is_completed():
-            store.failure(piece.key).unlink(missing_ok=True)  # also when DVC put back an earlier result and nothing ran
-    return {p: (state.name or "Completed") if state.is_completed() else "Failed" for p, state in ended.items()}
+            states[piece] = _noted(piece, once(piece, environment, return_state=True))
+    return {p: (states[p].name or "Completed") if states[p].is_completed() else "Failed" for p in group}
+
+
+def _noted(piece: Piece, state: State) -> State:
+    if state.is_completed():
+        store.failure(piece.key).unlink(missing_ok=True)  # also when DVC put back an earlier result and nothing ran
+    return state
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """`python -m tasks <stage> [<variant>]`: run one stage in this process, of `baselines` one variant. What dvc.yaml calls.
 
-Exit codes: 0 done; 2 the user's to mend (one sentence says what); 130 interrupted; 1 anything else, with a traceback.
+Exit codes: 0 done; 2 the user's to mend, 3 memory or the disk is full (one sentence says what); 130 interrupted; 1 anything
+else, with a traceback. The last one of a stage is kept beside its log, for a pipeline that sees no more than DVC's.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from tasks.stages import MATRIX, STAGES, Piece
 from windquant.errors import InputError
 
 log = logging.getLogger("windquant")
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR, NO_ROOM, INTERRUPTED = 2, 3, 130
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -47,6 +48,14 @@ def main(argv: list[str]) -> int:
         return USER_ERROR
     piece = Piece(*argv)
     interrupts.listen(signal.SIGTERM, signal.SIGINT)
+    code = _work(piece)
+    with contextlib.suppress(OSError):
+        piece.exit_code.parent.mkdir(parents=True, exist_ok=True)
+        piece.exit_code.write_text(str(code))
+    return code
+
+
+def _work(piece: Piece) -> int:
     try:
         log_file = Path(".state") / piece.key / "log.txt"
         _logging(piece.name, log_file)
@@ -58,11 +67,12 @@ def main(argv: list[str]) -> int:
         if isinstance(e, KeyboardInterrupt) or interrupts.asked():
             log.error("interrupted; what is done is kept, the next run goes on from there")
             return INTERRUPTED
-        sentence = str(e) if isinstance(e, UserError | InputError) else _resource_sentence(e)
+        of_user = str(e) if isinstance(e, UserError | InputError) else None
+        sentence = of_user or _resource_sentence(e)
         log.error("%s", sentence or traceback.format_exc())
         if piece.variant:
             _note_failure(piece, sentence or f"{type(e).__name__}: {first_line(e)}")
-        return USER_ERROR if sentence else 1
+        return USER_ERROR if of_user else NO_ROOM if sentence else 1
 
 
 def _note_failure(piece: Piece, reason: str) -> None:
@@ -150,7 +160,7 @@ def _threads(piece: Piece, params: Any) -> int:
     import torch
 
     workers = params.baselines.workers(params.common) if piece.variant else 1
-    return params.common.threads or max(1, torch.get_num_threads() // workers)
+    return max(1, (params.common.threads or torch.get_num_threads()) // workers)
 
 
 def _declared(stage: str) -> dict[str, Any]:

@@ -60,12 +60,13 @@ class BaselinesConfig:
 
     @property
     def variants(self) -> list[str]:
-        return [f"{m}-{b}" for m in self.methods for b in self.bits]
+        """Those of one method apart, so that the next one finds done what it shares with the one before."""
+        return [f"{m}-{b}" for b in self.bits for m in self.methods]
 
     def workers(self, common: Common) -> int:
         """How many variants at once."""
         gpu = common.device != "cpu" and torch.cuda.is_available()
-        return self.at_once or (1 if gpu else min(2, torch.get_num_threads()))
+        return self.at_once or (1 if gpu else min(2, common.threads or torch.get_num_threads()))
 
     def settings(self, seed: int) -> dict[str, Any]:
         """What rows are made with, and must have in common to stand in one table."""

@@ -30,8 +30,8 @@ class Common:
     """Tracked by every stage.
 
     seed: of every random choice. effort: `demo` keeps `make run` short on two cores, `full` is for a GPU; both only set
-    defaults. device: `auto` takes CUDA when there is one. threads: of CPU tensor operations; 0 takes every core. Results
-    are repeatable bit for bit at one number of threads.
+    defaults. device: `auto` takes CUDA when there is one. threads: of CPU tensor operations, in all; 0 takes every core.
+    Results are repeatable bit for bit at one number of threads.
     """
 
     seed: int = 0

@@ -35,6 +35,10 @@ class Expected:
 
     def __call__(self, i: int) -> Tensor:
         name = f"{self.split}-{i}"
+        with self._shared.alone(name):
+            return self._logp(name, i)
+
+    def _logp(self, name: str, i: int) -> Tensor:
         if self._shared.has(name):
             return self._shared.get(name)["logp"]
         logp = evaluate.log_probabilities(self.model, self.ids[i])

@@ -1,9 +1,10 @@
 """What stages ask of the reference alone, and all would compute alike: kept in .state/shared/ for the next that asks.
 
-A folder is named by all that its contents depend on, so that nothing stale is taken and runs side by side do not meet; what
+A folder is named by all that its contents depend on, the number of threads among it, so that nothing stale is taken; what
 nobody has asked for in a day is deleted.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from tasks import models, store
@@ -32,9 +34,15 @@ class Shared:
         made_with = " ".join([*hashes, *versions, device.type, str(torch.get_num_threads())])
         self.folder = store.state("shared") / hashlib.sha256(made_with.encode()).hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.touch()
         for other in self.folder.parent.iterdir():
-            if other != self.folder and other.stat().st_mtime < time.time() - DAY:
-                shutil.rmtree(other, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # a run beside this one was faster
+                if other != self.folder and other.stat().st_mtime < time.time() - DAY:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def alone(self, name: str) -> FileLock:
+        """To hold while it is looked for and made: stages that run side by side and ask at once wait for each other."""
+        return FileLock(self.folder / f"{name}.lock")
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

@@ -5,9 +5,10 @@ what happened: Executed, Cached (nothing had changed) or Restored (DVC put back 
 """
 
 import contextlib
-import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -18,10 +19,11 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
 from tasks import interrupts
+from tasks.stages import Piece
 
 DVC = (sys.executable, "-m", "dvc")
-USER_ERROR = re.compile(r"exited with 2$", re.MULTILINE)
-"""How DVC reports a stage whose bad input is the user's to mend (tasks/__main__.py)."""
+USERS = {"2": "BadInput", "3": "NoRoom"}
+"""Exit codes of a stage that ended in a sentence (tasks/__main__.py), and the state that they make."""
 HINTS = (
     "To track the changes with git, run:",
     "git add dvc.lock",
@@ -32,6 +34,7 @@ HINTS = (
 """What DVC says after every stage, and nobody has to do here."""
 
 _running: set[subprocess.Popen[str]] = set()
+_stopping = threading.Event()
 
 
 class StageFailed(Exception):
@@ -39,51 +42,54 @@ class StageFailed(Exception):
 
 
 def _worth_retrying(task: Any, run: Any, state: State) -> bool:
-    return state.name != "BadInput"
+    return state.name not in USERS.values()
 
 
-@task(task_run_name="{stage}", cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=[10, 60],
+@task(task_run_name="{piece.name}", cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=[10, 60],
       retry_condition_fn=_worth_retrying)  # fmt: skip
-def run_stage(stage: str, environment: dict[str, str], target: str, alone: bool = True) -> State:
-    """`dvc repro -s <target>`, its output in the task's log. target: what DVC calls the stage. alone: not beside others.
+def run_stage(piece: Piece, environment: dict[str, str], alone: bool = True) -> State:
+    """`dvc repro -s` of it, its output in the task's log. alone: not beside others.
 
-    Ends Executed, Cached or Restored; BadInput, without a retry, when the stage says what the user must mend.
+    Ends Executed, Cached or Restored; BadInput or NoRoom, without a retry, when the stage says what the user must mend.
     """
-    interrupts.check()
+    _check()
     log = get_run_logger()
     said: list[str] = []
-    command = [*DVC, "--wait-for-lock", "repro", "--single-item", target]
+    piece.exit_code.unlink(missing_ok=True)
+    command = [*DVC, "--wait-for-lock", "repro", "--single-item", piece.target]
     # On a terminal a live bar goes straight there, and one only; a stage's lines always come through the log.
     errors = None if alone and sys.stderr.isatty() else subprocess.STDOUT
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
         _running.add(process)
         try:
             assert process.stdout is not None
+            _check()
             for line in process.stdout:
-                interrupts.check()
+                _check()
                 if (line := line.rstrip()) and line.strip() not in HINTS:
                     said.append(line)
                     log.info(line)
-            interrupts.check()
+            _check()
         except BaseException:
             _stop(process)
-            _restore(target, environment)
+            _restore(piece.target, environment)
             raise
         finally:
             _running.discard(process)
-    text = "\n".join(said)
     if process.returncode:
-        _restore(target, environment)
-        spoken = [s for s in said if s.startswith(f"{stage}: ")] or [s for s in said if s.startswith("ERROR: ")]
-        last = spoken[-1] if spoken else f"{stage}: dvc exited with {process.returncode}"
-        if USER_ERROR.search(text):
-            return Failed(message=last, name="BadInput")
+        _restore(piece.target, environment)
+        spoken = [s for s in said if s.startswith(f"{piece.name}: ")] or [s for s in said if s.startswith("ERROR: ")]
+        last = spoken[-1] if spoken else f"{piece.name}: dvc exited with {process.returncode}"
+        code = piece.exit_code.read_text() if piece.exit_code.exists() else ""
+        if code in USERS:
+            return Failed(message=last, name=USERS[code])
         raise StageFailed(last)
+    text = "\n".join(said)
     if "Running stage" in text:
-        return Completed(message=f"{stage} ran", name="Executed")
+        return Completed(message=f"{piece.name} ran", name="Executed")
     if "is cached - skipping run" in text:
-        return Completed(message=f"{stage}: DVC put back an earlier result", name="Restored")
-    return Completed(message=f"{stage}: nothing changed", name="Cached")
+        return Completed(message=f"{piece.name}: DVC put back an earlier result", name="Restored")
+    return Completed(message=f"{piece.name}: nothing changed", name="Cached")
 
 
 def _restore(target: str, environment: dict[str, str]) -> None:
@@ -91,21 +97,38 @@ def _restore(target: str, environment: dict[str, str]) -> None:
     subprocess.run([*DVC, "--quiet", "--wait-for-lock", "checkout", target], env=environment, capture_output=True)
 
 
-def stop_all() -> None:
-    """Stop what runs in other threads: signals reach the main one alone."""
-    for process in list(_running):
-        _stop(process)
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """For stages that run in other threads: what raises in here, an interrupt or whatever Prefect stops a flow with, stops
+    them all, and those that would have begun."""
+    _stopping.clear()
+    try:
+        yield
+    except BaseException:
+        _stopping.set()
+        _stop(*_running)
+        raise
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def _check() -> None:
+    interrupts.check()
+    if _stopping.is_set():
+        raise interrupts.Interrupted
+
+
+def _stop(*processes: subprocess.Popen[str]) -> None:
     """Stop DVC and the stage below it: DVC alone would leave the stage running."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        first = psutil.Process(process.pid)
-        family = [*first.children(recursive=True), first]
+    family: list[psutil.Process] = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            first = psutil.Process(process.pid)
+            family += [*first.children(recursive=True), first]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.terminate()
+    try:
+        psutil.wait_procs(family, timeout=15)
+    finally:  # a second interrupt only makes the wait shorter
         for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.terminate()
-        _, alive = psutil.wait_procs(family, timeout=15)
-        for member in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 STAGES = (
     "prepare",
@@ -36,6 +37,11 @@ class Piece:
     def key(self) -> str:
         """Of its folders, see `tasks.store`."""
         return f"{self.stage}/{self.variant}" if self.variant else self.stage
+
+    @property
+    def exit_code(self) -> Path:
+        """The file with that of its last run."""
+        return Path(".state") / self.key / "exit"
 
     @property
     def target(self) -> str:

@@ -56,7 +56,7 @@ def markdown(
         f"token on {facts['perplexity_windows']} windows of {facts['perplexity_window']} tokens, stride "
         f"{facts['perplexity_stride']}. Accuracy: mean over {facts['tasks']}. KL: to the reference, nats a token. Hours and "
         f"peak memory: to make the checkpoint. Bold: the best of a range of bits. <method>-<bits>: published methods, made "
-        f"and measured here.",
+        f"and measured here, each on its share of the CPU (baselines.at_once).",
     ]
     if missing:
         lines.append("\n".join(["Not in the table:", "", *(f"- {name}: {why}" for name, why in missing.items())]))

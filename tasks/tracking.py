@@ -121,6 +121,8 @@ def mark_killed(api: "MlflowClient", experiment: str) -> None:
         pid, born = r.data.tags.get("pid"), r.data.tags.get("process_started")
         if pid is None or r.data.tags.get("host") != os.uname().nodename or _alive(int(pid), float(born or 0)):
             continue
+        if api.get_run(r.info.run_id).info.status != "RUNNING":  # it has ended since the search
+            continue
         api.set_tag(r.info.run_id, "ended", "its process died")
         api.set_terminated(r.info.run_id, "KILLED")
         log.warning(
@@ -184,7 +186,8 @@ def children_of(run_id: str) -> dict[str, dict[str, float]]:
 
 def summarise(opened: Run, states: dict[Piece, str]) -> None:
     """The pipeline's run: the plan's headline metrics and pictures, what each stage did, the runs that made the
-    artifacts, and the hours that what it ran took, with those of interrupted starts that it went on from."""
+    artifacts, and the hours that what it ran took, with those of interrupted starts that it went on from; those of variants
+    side by side are added up."""
     from tasks import settings
 
     params = settings.load()

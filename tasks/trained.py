@@ -52,7 +52,9 @@ def quantize(method: str, bits: int, group: int, steps: int, job: Job) -> Iterat
     if config.distill:
         reference = as_teacher(models.reference(folder / "model", job.device), job.device)
         wanted, report = min(len(ids), steps * config.batch), progress.bar("generating text")
-        ids = generate.windows(reference, wanted, ids.shape[1], job.common.seed, Shared(job.device, [generate]), report)
+        shared = Shared(job.device, [generate])
+        with shared.alone("text"):
+            ids = generate.windows(reference, wanted, ids.shape[1], job.common.seed, shared, report)
     student = Student(model, reference, config)
     report = progress.bar(f"training {job.variant}")
     train(student, Text(ids, ids[:1]), config, job.common.seed, job.scratch.folder / "training", job.device, report)

@@ -212,7 +212,7 @@ def test_auto_rounds_own_result_is_read_back(ready):
 
 def test_the_pieces_are_the_stages_and_all_variants_in_order():
     found = [p.name for p in pieces(BaselinesConfig(methods=("rtn", "awq"), bits=(2, 3)).variants)]
-    assert found[-6:] == ["benchmark", "baselines-rtn-2", "baselines-rtn-3", "baselines-awq-2", "baselines-awq-3", "compare"]
+    assert found[-6:] == ["benchmark", "baselines-rtn-2", "baselines-awq-2", "baselines-rtn-3", "baselines-awq-3", "compare"]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_params_that_are_changed_for_a_while_come_back_and_others_edits_stay(tmp
     text = "baselines:\n  methods: [rtn]   # why\n  bits: [2]\ncompare:\n  dpi: 120\n"
     file.write_text(text)
     with settings.temporarily("baselines", {"methods": ["rtn", "awq"], "bits": [2, 3]}, file):
-        assert settings.load(file).baselines.variants == ["rtn-2", "rtn-3", "awq-2", "awq-3"]
+        assert settings.load(file).baselines.variants == ["rtn-2", "awq-2", "rtn-3", "awq-3"]
     assert file.read_text() == text
     with settings.temporarily("baselines", {"bits": [2, 3]}, file):
         file.write_text(file.read_text().replace("120", "90"))
@@ -300,6 +300,11 @@ def test_variants_share_the_threads_evenly_also_where_one_runs_by_itself(monkeyp
 
     variant = Piece("baselines", "rtn-2")
     assert (threads(variant), threads(variant, at_once=4), threads(variant, at_once=99)) == (4, 2, 1)
-    assert (threads(variant, 3), threads(Piece("benchmark"))) == (3, 8)
+    assert (threads(variant, 1), threads(variant, 6), threads(Piece("benchmark"), 6), threads(Piece("benchmark"))) == (
+        1,
+        3,
+        6,
+        8,
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert BaselinesConfig().workers(Common()) == 1 and BaselinesConfig().workers(Common(device="cpu")) == 2

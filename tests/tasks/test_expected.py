@@ -1,5 +1,7 @@
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -73,3 +75,18 @@ def test_what_nobody_asked_for_in_a_day_is_deleted():
         os.utime(folder / name, (then, then))
     own = Shared(CPU, [generate])
     assert sorted(f.name for f in folder.iterdir()) == sorted([own.folder.name, "young"])
+
+
+def test_who_asks_at_once_waits_and_reads(monkeypatch):
+    counted, wanted = [], log_probabilities
+
+    def slow(model, ids):
+        counted.append(1)
+        time.sleep(0.5)
+        return wanted(model, ids)
+
+    monkeypatch.setattr(expected.evaluate, "log_probabilities", slow)
+    asking = [expect() for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda e: e(0), asking))
+    assert len(counted) == 1 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

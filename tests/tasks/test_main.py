@@ -8,6 +8,7 @@ import pytest
 from tasks import __main__ as entry
 from tasks import store
 from tasks.errors import UserError
+from tasks.stages import Piece
 from windquant.errors import InputError
 
 
@@ -36,12 +37,12 @@ def sqlite_on_a_full_disk():
     [
         (UserError("the value, the rule, the remedy"), 2, "the value, the rule, the remedy"),
         (KeyboardInterrupt(), 130, "interrupted; what is done is kept"),
-        (OSError(errno.ENOSPC, "No space left on device"), 2, "the disk is full; free some space"),
-        (safetensors_on_a_full_disk(), 2, "the disk is full; free some space"),
-        (sqlite_on_a_full_disk(), 2, "the disk is full; free some space"),
+        (OSError(errno.ENOSPC, "No space left on device"), 3, "the disk is full; free some space"),
+        (safetensors_on_a_full_disk(), 3, "the disk is full; free some space"),
+        (sqlite_on_a_full_disk(), 3, "the disk is full; free some space"),
         (InputError("a library's sentence"), 2, "a library's sentence"),
-        (MemoryError(), 2, "memory ran out; close other programs"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "memory ran out"),
+        (MemoryError(), 3, "memory ran out; close other programs"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3, "memory ran out"),
         (RuntimeError("a bug"), 1, "Traceback"),
         (OSError(errno.EACCES, "denied"), 1, "Traceback"),
     ],
@@ -52,6 +53,7 @@ def test_an_error_ends_in_its_exit_code_and_a_sentence(monkeypatch, caplog, rais
 
     monkeypatch.setattr(entry, "_run", fail)
     assert entry.main(["calibrate"]) == code
+    assert Piece("calibrate").exit_code.read_text() == str(code)
     assert sentence in caplog.text and ("Traceback" in caplog.text) == (sentence == "Traceback")
 
 

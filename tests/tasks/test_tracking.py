@@ -83,3 +83,16 @@ def test_a_run_whose_process_died_is_marked_on_the_next_start(home):
     with tracking.run("z", {}):
         pass
     assert (status(dead), status(alive)) == ("KILLED", "RUNNING")
+
+
+def test_a_run_that_ended_since_it_was_found_running_stays_as_it_ended(home, monkeypatch):
+    api, experiment = tracking.client()
+    ending = tracking._create(api, experiment, "x", None, tracking._process())
+
+    def alive(pid, born):
+        api.set_terminated(ending, "FINISHED")
+        return False
+
+    monkeypatch.setattr(tracking, "_alive", alive)
+    tracking.mark_killed(api, experiment)
+    assert status(ending) == "FINISHED"
