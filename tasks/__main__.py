@@ -23,11 +23,11 @@ from typing import Any
 # Nothing heavier up here: an interrupt while torch is imported must end in a sentence too.
 from tasks import interrupts
 from tasks.errors import UserError, first_line
-from tasks.stages import MATRIX, STAGES, Piece
+from tasks.stages import MATRIX, NO_ROOM, STAGES, USER_ERROR, Piece
 from windquant.errors import InputError
 
 log = logging.getLogger("windquant")
-USER_ERROR, NO_ROOM, INTERRUPTED = 2, 3, 130
+INTERRUPTED = 130
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -57,9 +57,8 @@ def main(argv: list[str]) -> int:
 
 def _work(piece: Piece) -> int:
     try:
-        log_file = Path(".state") / piece.key / "log.txt"
-        _logging(piece.name, log_file)
-        _run(piece, log_file)
+        _logging(piece.name, piece.log_file)
+        _run(piece, piece.log_file)
         interrupts.ignore()
         return 0
     except (KeyboardInterrupt, Exception) as e:

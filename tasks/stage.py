@@ -19,11 +19,11 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
 from tasks import interrupts
-from tasks.stages import Piece
+from tasks.stages import NO_ROOM, USER_ERROR, Piece
 
 DVC = (sys.executable, "-m", "dvc")
-USERS = {"2": "BadInput", "3": "NoRoom"}
-"""Exit codes of a stage that ended in a sentence (tasks/__main__.py), and the state that they make."""
+USERS = {str(USER_ERROR): "BadInput", str(NO_ROOM): "NoRoom"}
+"""Exit codes of a stage that ended in a sentence, as its file has them, and the states that they make."""
 HINTS = (
     "To track the changes with git, run:",
     "git add dvc.lock",

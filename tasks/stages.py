@@ -19,6 +19,8 @@ STAGES = (
 )
 MATRIX = "baselines"
 """The stage that DVC runs as a matrix: every variant by itself."""
+USER_ERROR, NO_ROOM = 2, 3
+"""Exit codes of a stage that ended in a sentence, see `tasks.__main__`."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,13 @@ class Piece:
         return f"{self.stage}/{self.variant}" if self.variant else self.stage
 
     @property
+    def log_file(self) -> Path:
+        return Path(".state") / self.key / "log.txt"
+
+    @property
     def exit_code(self) -> Path:
         """The file with that of its last run."""
-        return Path(".state") / self.key / "exit"
+        return self.log_file.with_name("exit")
 
     @property
     def target(self) -> str:
