@@ -19,7 +19,7 @@ from torch import Tensor
 
 from windquant import scales
 from windquant.errors import InputError
-from windquant.grids import GRIDS, decode, encode
+from windquant.grids import GRIDS, decode, nearest
 from windquant.quantize import RoundedUnits, half_units, round_units
 from windquant.salient import Held, Salient
 
@@ -106,19 +106,20 @@ def round_with_feedback(
 
 def _round_unit(w: Tensor, U: Tensor, bits: float, held: Held, free: Tensor | None) -> tuple[RoundedUnits, Tensor]:
     """One unit (rows, columns), and its columns' errors in the coordinates in which U passes them on."""
-    grid, w, error = GRIDS[bits], w.clone(), torch.empty_like(w)
+    grid = GRIDS[bits]
     if not grid.has_scale:
         unit = half_units(w[None])
         stored = torch.where(held.free, unit.weights()[0], held.values)
         return unit, torch.linalg.solve_triangular(U, w - stored, upper=True, left=False)
     S = torch.cholesky_inverse(U, upper=True)
     scale, span = scales.to_log8(scales.fit(w[None], S[None], grid, free)[0])
-    unit = RoundedUnits(grid, torch.empty(1, *w.shape, dtype=torch.uint8, device=w.device), scale, span)
-    s = scales.from_log8(scale, span)[0]
-    for j in range(w.shape[1]):
-        code = encode(w[:, j, None], s, grid)
-        unit.values[0, :, j] = code[:, 0]
-        stored = torch.where(held.free[:, j], decode(code, s, grid)[:, 0], held.values[:, j])
-        error[:, j] = (w[:, j] - stored) / U[j, j]
-        w[:, j + 1 :] -= error[:, j, None] * U[j, j + 1 :]
-    return unit, error
+    s = scales.from_log8(scale, span)[0, :, 0]
+    w, held = w.T.contiguous(), Held(held.free.T.contiguous(), held.values.T.contiguous())  # column after column in memory
+    codes, error = torch.empty_like(w, dtype=torch.uint8), torch.empty_like(w)
+    for j in range(len(w)):
+        column = torch.addmv(w[j], error[:j].T, U[:j, j], alpha=-1)
+        code = nearest(column, s, grid)
+        codes[j] = code
+        stored = torch.where(held.free[j], decode(code, s, grid), held.values[j])
+        error[j] = (column - stored) / U[j, j]
+    return RoundedUnits(grid, codes.T[None], scale, span), error.T

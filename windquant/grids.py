@@ -68,20 +68,24 @@ def symbols(bits: Iterable[float]) -> str:
 
 
 def encode(w: Tensor, s: Tensor, grid: Grid) -> Tensor:
-    """Nearest code of each weight on `s * grid` (of a zero scale any: `decode` gives zero). Returns uint8, shape of `w`.
+    """Nearest code of each weight on `s * grid` (of a zero scale any: `decode` gives zero). Returns uint8, shape of `w`."""
+    return nearest(w, s, grid).to(torch.uint8)
+
+
+def nearest(w: Tensor, s: Tensor, grid: Grid) -> Tensor:
+    """As `encode`, in the dtype of w.
 
     At 1 bit zero belongs to +s: a bare sign() would open a third level.
     """
     if grid.bits == 1:
-        return (w >= 0).to(torch.uint8)
+        return (w >= 0).to(w.dtype)
     x = w / s.clamp_min(torch.finfo(w.dtype).tiny)
-    c = x.sub_(grid.offset).div_(grid.step).round_().clamp_(0, grid.levels - 1)
-    return c.to(torch.uint8)
+    return x.sub_(grid.offset).div_(grid.step).round_().clamp_(0, grid.levels - 1)
 
 
 def level(c: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
     """Grid points in units of the scale: `step * c + offset`."""
-    return c.to(dtype).mul_(grid.step).add_(grid.offset)
+    return c.to(dtype, copy=True).mul_(grid.step).add_(grid.offset)
 
 
 def decode(c: Tensor, s: Tensor, grid: Grid) -> Tensor:
